@@ -1,0 +1,37 @@
+# make demo   plan Llama-3.1-70B on 24 mixed GPUs, from a real config.json
+# make test   lint, types, all tests, docs
+# make bench  speed, growth and the figures quoted in docs
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint docs bench clean
+
+$(BIN)/hetplan: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+
+$(VENV)/dev: pyproject.toml $(BIN)/hetplan
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(BIN)/hetplan
+	$(BIN)/hetplan optimize examples/llama-70b-24-gpus.yaml
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+docs: $(VENV)/dev
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+
+bench: $(VENV)/dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) docs/_build build dist

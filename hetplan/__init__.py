@@ -1,0 +1,106 @@
+"""hetplan: plan LLM serving on heterogeneous GPUs, and prove how good the plan is.
+
+Public names load on first use, so that ``import hetplan`` stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Calibration": "hetplan.catalog.calibration",
+    "Cluster": "hetplan.catalog.offers",
+    "GpuSpec": "hetplan.catalog.hardware",
+    "HetplanError": "hetplan.errors",
+    "InfeasibleError": "hetplan.errors",
+    "InstanceType": "hetplan.catalog.hardware",
+    "InvalidInputError": "hetplan.errors",
+    "Link": "hetplan.catalog.hardware",
+    "ModelSpec": "hetplan.catalog.model",
+    "NoSolutionError": "hetplan.errors",
+    "Offer": "hetplan.catalog.offers",
+    "PlacementProblem": "hetplan.problem.placement",
+    "Plan": "hetplan.plan",
+    "QueryType": "hetplan.workload.requests",
+    "Reason": "hetplan.errors",
+    "SchemaVersionError": "hetplan.errors",
+    "Slo": "hetplan.workload.requests",
+    "TokenDistribution": "hetplan.workload.requests",
+    "Trace": "hetplan.workload.traces",
+    "UnknownNameError": "hetplan.errors",
+    "UnsupportedFeatureError": "hetplan.errors",
+    "UnsupportedModelError": "hetplan.errors",
+    "Violation": "hetplan.verification",
+    "Workload": "hetplan.workload.requests",
+    "estimate": "hetplan.api",
+    "optimize": "hetplan.api",
+    "predict": "hetplan.api",
+    "verify": "hetplan.api",
+}
+
+__all__ = [
+    "Calibration",
+    "Cluster",
+    "GpuSpec",
+    "HetplanError",
+    "InfeasibleError",
+    "InstanceType",
+    "InvalidInputError",
+    "Link",
+    "ModelSpec",
+    "NoSolutionError",
+    "Offer",
+    "PlacementProblem",
+    "Plan",
+    "QueryType",
+    "Reason",
+    "SchemaVersionError",
+    "Slo",
+    "TokenDistribution",
+    "Trace",
+    "UnknownNameError",
+    "UnsupportedFeatureError",
+    "UnsupportedModelError",
+    "Violation",
+    "Workload",
+    "estimate",
+    "optimize",
+    "predict",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from hetplan.api import estimate, optimize, predict, verify
+    from hetplan.catalog.calibration import Calibration
+    from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
+    from hetplan.catalog.model import ModelSpec
+    from hetplan.catalog.offers import Cluster, Offer
+    from hetplan.errors import (
+        HetplanError,
+        InfeasibleError,
+        InvalidInputError,
+        NoSolutionError,
+        Reason,
+        SchemaVersionError,
+        UnknownNameError,
+        UnsupportedFeatureError,
+        UnsupportedModelError,
+    )
+    from hetplan.plan import Plan
+    from hetplan.problem.placement import PlacementProblem
+    from hetplan.verification import Violation
+    from hetplan.workload.requests import QueryType, Slo, TokenDistribution, Workload
+    from hetplan.workload.traces import Trace
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hetplan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

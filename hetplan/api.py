@@ -1,0 +1,332 @@
+"""The public verbs: thin functions over the rooms that do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetplan.catalog.calibration import Calibration
+from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
+from hetplan.catalog.hardware import GpuSpec, InstanceType
+from hetplan.catalog.model import ModelSpec
+from hetplan.catalog.offers import Cluster, Market
+from hetplan.catalog.tables import (
+    cluster_from_dict,
+    cluster_from_file,
+    default_instance_type,
+    get_calibration,
+    get_instance_type,
+)
+from hetplan.errors import InvalidInputError
+from hetplan.estimator.prediction import PlanEstimate, ReplicaPrediction, Schedule, estimate_plan, predict_replica
+from hetplan.plan import Plan
+from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
+from hetplan.solvers.base import OnIncumbent, get_solver
+from hetplan.solvers.build import build_plan
+from hetplan.verification import Violation, verify_plan
+from hetplan.workload.requests import Slo, Workload
+
+ModelLike = ModelSpec | str | Path | Mapping[str, Any]
+ClusterLike = Cluster | Mapping[str, Any] | str | Path
+
+
+def optimize(
+    problem: PlacementProblem | None = None,
+    *,
+    model: ModelLike | None = None,
+    cluster: ClusterLike | None = None,
+    workload: Workload | None = None,
+    objective: Objective = "throughput",
+    solver: str = "auto",
+    solver_options: Mapping[str, Any] | None = None,
+    estimator: EstimatorName = "calibrated",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    region: str = "us-west-2",
+    market: Market = "on_demand",
+    provider: str = "aws",
+    slo: Slo | None = None,
+    latency_penalty: float = 0.0,
+    engine: str | None = None,
+    max_model_len: int | None = None,
+    weight_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    gpu_memory_utilization: float = 0.9,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    calibrations: Mapping[str, Calibration] | None = None,
+    warm_start: Plan | None = None,
+    on_incumbent: OnIncumbent | None = None,
+    **more_solver_options: Any,
+) -> Plan:
+    """Find a plan: pipelines of stages on the machines at hand, with predictions, cost and a bound.
+
+    Parameters
+    ----------
+    problem : PlacementProblem, optional
+        A ready problem; otherwise one is made of the arguments that follow.
+    model : ModelSpec, name, path or mapping
+        A catalogued name, a Hugging Face id, a config.json (path or content), or a spec.
+    cluster : Cluster, mapping or path
+        ``{"g6.12xlarge": 3}``, a mapping or YAML file with own machines and offers, or a Cluster.
+    workload : Workload
+        What arrives.
+    objective : str
+        "throughput" (req/s), "throughput_per_cost" (req/s per $/h) or "cost" ($/h for the workload's rate).
+    solver : str
+        "auto", "dp-beam" or "even"; ``solver_options``, or further keywords such as ``beam_width=11`` and
+        ``search="paper"``, go to it.
+    estimator : "calibrated" or "paper"
+    time_limit_s : float
+        Seconds; the best plan so far is returned when they are over.
+    seed : int
+    region, market, provider : str
+        Where a mapping's catalogued machines are rented.
+    slo : Slo, optional
+        Mean-latency limits; ``latency_penalty`` is gamma of eq. 7 for a soft one.
+    engine : str, optional
+        Plan within an engine's limits; None plans freely.
+    max_model_len : int, optional
+        Longest prompt + answer to serve, tokens; by default the workload's longest.
+    weight_dtype, kv_dtype : str, optional
+        Other number formats than the checkpoint's, such as "fp8".
+    gpu_memory_utilization, max_num_seqs, max_num_batched_tokens
+        As vLLM's flags of those names.
+    calibrations : mapping of str to Calibration, optional
+        Own calibrations by GPU name, instead of the shipped ones.
+    warm_start : Plan, optional
+    on_incumbent : callable, optional
+        Called with a `hetplan.solvers.base.Progress` at each better plan.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    InvalidInputError
+        For bad values, unknown names, files that cannot be read.
+    InfeasibleError
+        If no plan exists; ``.reasons`` lists each limit with the shortfall.
+    NoSolutionError
+        If none was found and none ruled out.
+
+    Examples
+    --------
+    >>> import hetplan as hp
+    >>> plan = hp.optimize(model="llama-3.1-8b", cluster={"g6.xlarge": 2},
+    ...                    workload=hp.Workload(input_tokens=763, output_tokens=232))
+    >>> plan.deployments[0].pipelines[0].stages[0].instance_type
+    'g6.xlarge'
+    """
+    if problem is None:
+        if model is None or cluster is None or workload is None:
+            missing = [n for n, v in (("model", model), ("cluster", cluster), ("workload", workload)) if v is None]
+            raise InvalidInputError(f"optimize needs {', '.join(missing)}; or a problem")
+        problem = make_problem(
+            model=model,
+            cluster=cluster,
+            workload=workload,
+            region=region,
+            market=market,
+            provider=provider,
+            weight_dtype=weight_dtype,
+            kv_dtype=kv_dtype,
+            calibrations=calibrations,
+            objective=objective,
+            estimator=estimator,
+            slo=slo,
+            latency_penalty=latency_penalty,
+            engine=engine,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+    chosen = get_solver(solver, **(dict(solver_options or {}) | more_solver_options))
+    solution = chosen.solve(
+        problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
+    )
+    return build_plan(problem, solution, solver=solver, seed=seed)
+
+
+def make_problem(
+    *,
+    model: ModelLike,
+    cluster: ClusterLike,
+    workload: Workload,
+    region: str = "us-west-2",
+    market: Market = "on_demand",
+    provider: str = "aws",
+    weight_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    calibrations: Mapping[str, Calibration] | None = None,
+    **options: Any,
+) -> PlacementProblem:
+    """A self-contained problem from names and values; parameters as in `optimize`."""
+    spec = resolve_model(model, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    machines = resolve_cluster(cluster, region=region, market=market, provider=provider)
+    own = calibrations or {}
+    gpus = sorted({t.gpu.name for t in machines.instance_types})
+    used = tuple(own[name] if name in own else get_calibration(machine_gpu(machines, name)) for name in gpus)
+    return PlacementProblem(
+        model=spec,
+        cluster=machines,
+        workload=workload,
+        calibrations=used,
+        calibration_sha256={c.gpu: c.sha256 for c in used},
+        **options,
+    )
+
+
+def machine_gpu(cluster: Cluster, name: str) -> GpuSpec:
+    """The GPU of that name in a cluster."""
+    return next(t.gpu for t in cluster.instance_types if t.gpu.name == name)
+
+
+def resolve_model(model: ModelLike, *, weight_dtype: str | None = None, kv_dtype: str | None = None) -> ModelSpec:
+    """A spec from a name, path, mapping or spec, in the asked number formats."""
+    if isinstance(model, ModelSpec):
+        spec = model
+    elif isinstance(model, str):
+        spec = ModelSpec.get(model)
+    else:
+        spec = ModelSpec.from_config(model)
+    return spec.with_dtypes(weight_dtype=_dtype(weight_dtype), kv_dtype=_dtype(kv_dtype))
+
+
+def resolve_cluster(
+    cluster: ClusterLike, *, region: str = "us-west-2", market: Market = "on_demand", provider: str = "aws"
+) -> Cluster:
+    """A cluster from counts of catalogued machines, an own mapping, a file, or itself."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Mapping):
+        if any(isinstance(value, (Mapping, list, tuple)) for value in cluster.values()):
+            return cluster_from_dict({"region": region, "market": market, "provider": provider, **cluster})
+        return Cluster.from_counts(cluster, region=region, market=market, provider=provider)
+    return cluster_from_file(cluster)
+
+
+def _dtype(name: str | None) -> Dtype | None:
+    if name is None:
+        return None
+    if name.lower() not in DTYPE_ALIASES:
+        raise InvalidInputError(
+            f"unknown number format {name!r}; there are {', '.join(sorted(set(DTYPE_ALIASES.values())))}"
+        )
+    return DTYPE_ALIASES[name.lower()]
+
+
+def verify(plan: Plan) -> list[Violation]:
+    """Check a plan against its own problem with code that shares nothing with the solvers.
+
+    Parameters
+    ----------
+    plan : Plan
+
+    Returns
+    -------
+    list of Violation
+        Each with code, where, value and limit; empty when the plan is sound.
+    """
+    return verify_plan(plan)
+
+
+def estimate(plan: Plan, workload: Workload | None = None) -> PlanEstimate:
+    """What a plan should do, for its own workload or another one, each pipeline kept full.
+
+    Parameters
+    ----------
+    plan : Plan
+    workload : Workload, optional
+        By default the plan's own.
+
+    Returns
+    -------
+    PlanEstimate
+        Requests and tokens per second, dollars per million output tokens, latencies, each pipeline apart.
+
+    Raises
+    ------
+    InfeasibleError
+        If a request of the workload does not fit some stage.
+    """
+    return estimate_plan(plan, workload)
+
+
+def predict(
+    model: ModelLike,
+    gpu: str,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    batch: int = 8,
+    input_tokens: float = 763,
+    output_tokens: float = 232,
+    weight_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    instance_type: str | InstanceType | None = None,
+    engine: str | None = None,
+    calibration: Calibration | None = None,
+    schedule: Schedule = "static",
+    estimator: EstimatorName = "calibrated",
+    gpu_memory_utilization: float = 0.9,
+) -> ReplicaPrediction:
+    """How fast one replica is: a static batch through ``pipeline_parallel`` even stages.
+
+    Parameters
+    ----------
+    model : ModelSpec, name, path or mapping
+    gpu : str
+        A catalogued GPU or alias.
+    tensor_parallel, pipeline_parallel : int
+        GPUs of a stage, and stages.
+    batch : int
+        Sequences that start together.
+    input_tokens, output_tokens : float
+        Tokens of each sequence.
+    weight_dtype, kv_dtype : str, optional
+        Other number formats than the checkpoint's.
+    instance_type : str or InstanceType, optional
+        The host, for its links; by default the NVLink table of an SXM part, else a default PCIe host.
+    engine : str, optional
+        Reserved for engine-specific models.
+    calibration : Calibration, optional
+        Own calibration of the GPU.
+    schedule : "static", "in_flight" or "closed_loop"
+        How sequences follow one another; only "static" is answered yet.
+
+    Returns
+    -------
+    ReplicaPrediction
+        ``ttft_s``, ``tpot_s`` (without the first token), ``latency_s``, ``output_tokens_per_s``, ``band``, ``source``.
+
+    Raises
+    ------
+    InfeasibleError
+        If the weights and one sequence do not fit; the shortfall is given in GiB.
+    InvalidInputError
+        For values out of range or unknown names.
+    """
+    spec = resolve_model(model, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    if isinstance(instance_type, str):
+        machine = get_instance_type(instance_type)
+    else:
+        machine = instance_type or default_instance_type(gpu)
+    return predict_replica(
+        spec,
+        machine,
+        calibration or get_calibration(machine.gpu),
+        gpu=gpu,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        batch=batch,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        schedule=schedule,
+        engine=engine,
+        estimator=estimator,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )

@@ -1,0 +1,1 @@
+"""Models, GPUs, machines, prices and calibrations, as data with sources."""

@@ -1,0 +1,128 @@
+"""What was measured on a GPU, as data: one file per GPU, each number with its source."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hetplan.base import Frozen
+from hetplan.catalog.dtypes import Dtype
+from hetplan.errors import InvalidInputError, SchemaVersionError
+
+SCHEMA: Literal["hetplan.calibration/1"] = "hetplan.calibration/1"
+Source = Literal["measured", "published", "datasheet", "assumed"]
+
+
+class Quantity(Frozen):
+    """A number and where it comes from.
+
+    ``source``: measured (by a calibration run or from measurements made by others), published (a
+    paper's scalar), datasheet (the vendor's peak) or assumed.
+    """
+
+    value: Annotated[float, Field(gt=0)]
+    source: Source
+    reference: str
+    observed_on: datetime.date | None = None
+
+
+class CollectiveFit(Frozen):
+    """All-reduce of one group size on one host, as the alpha-beta of a ring."""
+
+    host: str
+    tensor_parallel: Annotated[int, Field(ge=2)]
+    latency_s: Annotated[float, Field(ge=0)]
+    bytes_per_s: Annotated[float, Field(gt=0)]
+    source: Source
+    reference: str
+
+
+class CalibrationPoint(Frozen):
+    """One measured operation: its shape by name (m, n, k; batch, tokens, heads ...), seconds and spread."""
+
+    operation: Literal["gemm", "gemv", "attention_prefill", "attention_decode", "all_reduce"]
+    dtype: Dtype
+    shape: dict[str, int]
+    seconds: Annotated[float, Field(gt=0)]
+    relative_spread: Annotated[float, Field(ge=0)] | None = None
+
+
+class Calibration(Frozen):
+    """Effective rates of one GPU.
+
+    ``compute_flops`` per type in which the GPU multiplies; ``memory_bytes_per_s`` as reached by a
+    weight-streaming GEMV; ``kernel_s`` per kernel that is not a GEMM or attention, ``step_s`` per engine
+    iteration of a stage. ``points`` keeps raw measurements for models that interpolate.
+    """
+
+    schema_version: Literal["hetplan.calibration/1"] = SCHEMA
+    gpu: str
+    compute_flops: dict[Dtype, Quantity]
+    memory_bytes_per_s: Quantity
+    kernel_s: Quantity
+    step_s: Quantity
+    collectives: tuple[CollectiveFit, ...] = ()
+    points: tuple[CalibrationPoint, ...] = ()
+    device: str | None = None
+    driver: str | None = None
+    engine: str | None = None
+    measured_on: datetime.date | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the content, stated in files and plans so that a change shows."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def datasheet_parts(self) -> tuple[str, ...]:
+        """Names of the rates that are datasheet values, not measurements."""
+        compute = tuple(f"{d} compute" for d, q in self.compute_flops.items() if q.source == "datasheet")
+        return compute + (("memory bandwidth",) if self.memory_bytes_per_s.source == "datasheet" else ())
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, with the digest of the content."""
+        content = self.model_dump(mode="json") | {"sha256": self.sha256}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a calibration file and check its digest.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file is not a calibration, or was changed after it was written.
+        SchemaVersionError
+            If it has another schema version.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"{path}: not a readable calibration file: {error}") from None
+        if not isinstance(content, dict):
+            raise InvalidInputError(f"{path}: a calibration file holds one JSON object")
+        version = content.get("schema_version")
+        if version != SCHEMA:
+            raise SchemaVersionError(f"{path} has schema {version!r}; this hetplan reads {SCHEMA!r}. Calibrate again")
+        stated = content.pop("sha256", None)
+        calibration = cls.from_dict(content)
+        if stated != calibration.sha256:
+            raise InvalidInputError(
+                f"{path}: sha256 is {stated}, the content has {calibration.sha256}: it was changed by hand. "
+                "Save it again through Calibration.save once the change is meant"
+            )
+        return calibration
+
+
+def collective_for(calibration: Calibration, host: str, tensor_parallel: int) -> CollectiveFit | None:
+    """The measured all-reduce of a group on a host, where the calibration has one."""
+    matches: Iterable[CollectiveFit] = (
+        fit for fit in calibration.collectives if fit.host == host and fit.tensor_parallel == tensor_parallel
+    )
+    return next(iter(matches), None)

@@ -1,0 +1,356 @@
+"""What a model family is, and the builders that make its layers from a configuration.
+
+The families themselves are entries of the table in `config_families`. Next-token-prediction (MTP)
+layers are not part of the served model and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hetplan.catalog.config_keys import Keys
+from hetplan.catalog.model import Attention, Linear
+from hetplan.errors import InvalidInputError, UnsupportedModelError
+
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 65_536
+EXPERT_COUNT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts", "num_moe_experts")
+_ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token")
+
+
+class Switch(NamedTuple):
+    """A yes or no that the configuration decides, or the family when ``key`` is None."""
+
+    key: str | None
+    default: bool
+
+    def read(self, keys: Keys) -> bool:
+        return self.default if self.key is None else keys.flag(self.key, self.default)
+
+
+NEVER = Switch(None, False)
+ALWAYS = Switch(None, True)
+_WINDOWS_BY_TYPES = ("from_layer", "by_types", "alternating")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one family's layers are built, and which keys say so."""
+
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    attention: Literal["gqa", "mla"] = "gqa"
+    qkv_bias: Switch = NEVER
+    output_bias: Switch = NEVER
+    mlp_bias: Switch = NEVER
+    # One norm for each head's dimensions, or over the whole projection.
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    default_head_dim: int | None = None
+    default_kv_heads: int | None = None
+    # Which layers slide: never; all when sliding_window is given; from max_window_layers on, or
+    # all, when use_sliding_window is set; every other when layer_types does not say.
+    window: Literal["none", "given", "from_layer", "switched", "by_types", "alternating"] = "none"
+    default_window: int | None = None
+    # Which layers hold experts: none; all; all after first_k_dense_replace; every decoder_sparse_step-th.
+    experts: Literal["none", "all", "after_first", "by_step"] = "none"
+    default_dense_layers: int = 0
+    moe_module: str = "mlp"
+    expert_modules: tuple[str, str, str] = ("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj")
+    router_module: str = "gate"
+    expert_size_keys: tuple[str, ...] = ("moe_intermediate_size",)
+    expert_bias: bool = False
+    shared: Literal["none", "count", "size"] = "none"
+    correction: Callable[[Keys], bool] = lambda keys: False
+    sinks: bool = False
+    handles: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix and its module path inside the layer, where ``{e}`` is the expert's number."""
+
+    linear: Linear
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One kind of layer before quantisation is known."""
+
+    name: str
+    attention: Attention
+    matrices: tuple[Matrix, ...]
+    other_parameter_count: int
+
+
+def build_layers(family: Family, keys: Keys) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
+    """The kinds of layer of a configuration, and the kind of each layer in order."""
+    count = keys.count("num_hidden_layers", maximum=MAX_LAYERS)
+    _check_ignored(family, keys)
+    windows = _windows(family, keys, count)
+    with_experts = _expert_layers(family, keys, count)
+    looks = list(zip(windows, with_experts, strict=True))
+    kinds = list(dict.fromkeys(looks))
+    mixed = len(set(windows)) > 1
+    layers = tuple(_layer(family, keys, window, experts, mixed=mixed) for window, experts in kinds)
+    return layers, tuple(kinds.index(look) for look in looks)
+
+
+def _check_ignored(family: Family, keys: Keys) -> None:
+    """Refuse keys that would change the layers but that this family does not read."""
+    unread = [
+        f"{key} in {keys.architecture}"
+        for key, switch in (("attention_bias", family.qkv_bias), ("mlp_bias", family.mlp_bias))
+        if switch == NEVER and keys.flag(key, False)
+    ]
+    if family.window not in _WINDOWS_BY_TYPES and "sliding_attention" in keys.texts("layer_types"):
+        unread.append(f"sliding attention layers by list (layer_types) in {keys.architecture}")
+    if family.qk_norm == "projection" and not keys.flag("use_qk_norm", True):
+        unread.append(f"attention without query and key norms (use_qk_norm) in {keys.architecture}")
+    if unread:
+        raise UnsupportedModelError(f"{keys.where} ({keys.architecture})", unread)
+
+
+def _layer(family: Family, keys: Keys, window: int | None, experts: bool, *, mixed: bool) -> Layer:
+    attend = _mla if family.attention == "mla" else _gqa
+    attention, matrices, norms = attend(family, keys, window)
+    other = norms + 2 * keys.count("hidden_size")
+    if family.sinks:
+        other += attention.heads
+    if experts:
+        matrices = [*matrices, *_experts(family, keys)]
+        other += keys.count(*EXPERT_COUNT_KEYS) if family.correction(keys) else 0
+    else:
+        size = keys.count("intermediate_size")
+        matrices = [*matrices, *_mlp(keys, size, family.mlp_bias.read(keys), module="mlp", prefix="")]
+    name = "moe" if experts else "dense"
+    if mixed:
+        name += "-full" if window is None else "-sliding"
+    return Layer(name, attention, tuple(matrices), other)
+
+
+# ---- attention
+
+
+def _gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    kv_heads = keys.count("num_key_value_heads", default=_default_kv_heads(family, keys, heads))
+    if heads % kv_heads:
+        raise keys.fault("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
+    head_dim = keys.optional_count("head_dim")
+    if head_dim is None and family.default_head_dim is not None and "head_dim" not in keys.values:
+        head_dim = family.default_head_dim
+    if head_dim is None:
+        if hidden % heads:
+            raise keys.fault(
+                "num_attention_heads", heads, f"must divide hidden_size = {hidden} when head_dim is absent"
+            )
+        head_dim = hidden // heads
+    bias = family.qkv_bias.read(keys)
+    matrices = [
+        _matrix(
+            f"{part}_proj",
+            f"self_attn.{part}_proj",
+            hidden,
+            part_heads * head_dim,
+            bias=bias,
+            granularity=head_dim,
+            fused="qkv",
+        )
+        for part, part_heads in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    ]
+    matrices.append(_output(family, keys, heads, head_dim))
+    norms = {"none": 0, "head": 2 * head_dim, "projection": (heads + kv_heads) * head_dim}[family.qk_norm]
+    attention = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=head_dim, window_tokens=window
+    )
+    return attention, matrices, norms
+
+
+def _default_kv_heads(family: Family, keys: Keys, heads: int) -> int:
+    # An explicit null means "as many as heads" in every family; absence is the class default.
+    if family.default_kv_heads is None or "num_key_value_heads" in keys.values:
+        return heads
+    return family.default_kv_heads
+
+
+def _mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    if "q_lora_rank" not in keys.values:
+        raise InvalidInputError(
+            f"{keys.where}: missing key 'q_lora_rank' (null for none), needed by {keys.architecture}"
+        )
+    query_rank = keys.optional_count("q_lora_rank")
+    kv_rank, rope = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
+    no_rope, value_dim = keys.count("qk_nope_head_dim"), keys.count("v_head_dim")
+    bias = family.qkv_bias.read(keys)
+    head_dim = no_rope + rope
+    norms = kv_rank
+    if query_rank is None:
+        matrices = [_matrix("q_proj", "self_attn.q_proj", hidden, heads * head_dim, granularity=head_dim)]
+    else:
+        norms += query_rank
+        matrices = [
+            _matrix("q_a_proj", "self_attn.q_a_proj", hidden, query_rank, bias=bias, split="none", fused="qkv_a"),
+            _matrix("q_b_proj", "self_attn.q_b_proj", query_rank, heads * head_dim, granularity=head_dim),
+        ]
+    matrices += [
+        _matrix(
+            "kv_a_proj",
+            "self_attn.kv_a_proj_with_mqa",
+            hidden,
+            kv_rank + rope,
+            bias=bias,
+            split="none",
+            fused="qkv_a" if query_rank is not None else None,
+        ),
+        _matrix(
+            "kv_b_proj",
+            "self_attn.kv_b_proj",
+            kv_rank,
+            heads * (no_rope + value_dim),
+            granularity=no_rope + value_dim,
+        ),
+        _output(family, keys, heads, value_dim),
+    ]
+    attention = Attention(
+        kind="mla",
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        value_head_dim=value_dim,
+        kv_latent_size=kv_rank + rope,
+        kv_lora_rank=kv_rank,
+        window_tokens=window,
+    )
+    return attention, matrices, norms
+
+
+def _output(family: Family, keys: Keys, heads: int, head_dim: int) -> Matrix:
+    bias = family.output_bias.read(keys)
+    hidden = keys.count("hidden_size")
+    return _matrix(
+        "o_proj", "self_attn.o_proj", heads * head_dim, hidden, bias=bias, split="inputs", granularity=head_dim
+    )
+
+
+def _windows(family: Family, keys: Keys, count: int) -> list[int | None]:
+    everywhere: list[int | None] = [None] * count
+    if family.window == "none":
+        return everywhere
+    window = keys.optional_count("sliding_window")
+    if window is None and "sliding_window" not in keys.values:
+        window = family.default_window
+    if family.window in ("from_layer", "switched", "by_types") and not keys.flag("use_sliding_window", False):
+        window = None
+    types = keys.texts("layer_types")
+    if types and family.window in _WINDOWS_BY_TYPES:
+        if len(types) != count:
+            raise keys.fault("layer_types", len(types), f"must list num_hidden_layers = {count} layers")
+        if "sliding_attention" in types and window is None:
+            raise keys.fault("sliding_window", window, "a window is needed where layer_types says sliding_attention")
+        return [window if kind == "sliding_attention" else None for kind in types]
+    if window is None:
+        return everywhere
+    if family.window == "by_types":
+        # transformers changed its rule for these layers, so the configuration has to say.
+        raise InvalidInputError(f"{keys.where}: use_sliding_window needs layer_types in {keys.architecture}")
+    if family.window == "from_layer":
+        first = keys.count("max_window_layers", default=28, minimum=0)
+        return [window if layer >= first else None for layer in range(count)]
+    if family.window == "alternating":
+        return [None if layer % 2 else window for layer in range(count)]
+    return [window] * count
+
+
+# ---- MLP and experts
+
+
+def _expert_layers(family: Family, keys: Keys, count: int) -> list[bool]:
+    if family.experts == "after_first":
+        first = keys.count("first_k_dense_replace", default=family.default_dense_layers, minimum=0)
+        every = keys.count("moe_layer_freq", default=1)
+        return [layer >= first and layer % every == 0 for layer in range(count)]
+    if family.experts == "by_step":
+        step = keys.count("decoder_sparse_step", default=1)
+        dense = set(keys.counts("mlp_only_layers"))
+        return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
+    return [family.experts == "all"] * count
+
+
+def _mlp(keys: Keys, size: int, bias: bool, *, module: str, prefix: str) -> list[Matrix]:
+    hidden = keys.count("hidden_size")
+    fused = "shared_gate_up" if prefix else "gate_up"
+    return [
+        _matrix(f"{prefix}gate_proj", f"{module}.gate_proj", hidden, size, bias=bias, fused=fused),
+        _matrix(f"{prefix}up_proj", f"{module}.up_proj", hidden, size, bias=bias, fused=fused),
+        _matrix(f"{prefix}down_proj", f"{module}.down_proj", size, hidden, bias=bias, split="inputs"),
+    ]
+
+
+def _experts(family: Family, keys: Keys) -> list[Matrix]:
+    hidden = keys.count("hidden_size")
+    experts = keys.count(*EXPERT_COUNT_KEYS, maximum=MAX_EXPERTS)
+    active = keys.count(*_ACTIVE_EXPERTS_KEYS)
+    if active > experts:
+        raise keys.fault("num_experts_per_tok", active, f"at most the number of experts, {experts}")
+    size = keys.count(*[key for key in family.expert_size_keys if keys.has(key)][:1] or family.expert_size_keys)
+    module, bias = family.moe_module, family.expert_bias
+    router = Linear(name="router", inputs=hidden, outputs=experts, bias=bias, split="none", quantized=False, fused=None)
+    matrices = [Matrix(router, f"{module}.{family.router_module}")]
+    parts: tuple[tuple[str, int, int, Literal["outputs", "inputs"]], ...] = (
+        ("gate_proj", hidden, size, "outputs"),
+        ("up_proj", hidden, size, "outputs"),
+        ("down_proj", size, hidden, "inputs"),
+    )
+    for path, (name, inputs, outputs, split) in zip(family.expert_modules, parts, strict=True):
+        linear = Linear(
+            name=f"experts.{name}",
+            inputs=inputs,
+            outputs=outputs,
+            bias=bias,
+            split=split,
+            experts=experts,
+            active_experts=active,
+            fused="gate_up" if split == "outputs" else None,
+        )
+        matrices.append(Matrix(linear, f"{module}.{path}"))
+    return matrices + _shared_experts(family, keys, size)
+
+
+def _shared_experts(family: Family, keys: Keys, expert_size: int) -> list[Matrix]:
+    """The experts that every token uses: one MLP, as wide as all of them together."""
+    bias = family.mlp_bias.read(keys)
+    if family.shared == "count":
+        shared = keys.count("n_shared_experts", default=0, minimum=0)
+        if not shared:
+            return []
+        module = f"{family.moe_module}.shared_experts"
+        return _mlp(keys, shared * expert_size, bias, module=module, prefix="shared_experts.")
+    if family.shared == "size":
+        module = f"{family.moe_module}.shared_expert"
+        size = keys.count("shared_expert_intermediate_size")
+        gate = Linear(
+            name="shared_expert_gate", inputs=keys.count("hidden_size"), outputs=1, split="none", quantized=False
+        )
+        return [*_mlp(keys, size, bias, module=module, prefix="shared_experts."), Matrix(gate, f"{module}_gate")]
+    return []
+
+
+def _matrix(
+    name: str,
+    module: str,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool = False,
+    split: Literal["outputs", "inputs", "none"] = "outputs",
+    granularity: int = 1,
+    fused: str | None = None,
+) -> Matrix:
+    linear = Linear(
+        name=name, inputs=inputs, outputs=outputs, bias=bias, split=split, granularity=granularity, fused=fused
+    )
+    return Matrix(linear, module)

@@ -1,0 +1,409 @@
+"""The command line: verbs with the names of the API. Tables and progress go to stderr, data to stdout."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hetplan import __version__
+from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError
+
+app = typer.Typer(
+    name="hetplan",
+    help="Plan LLM serving on heterogeneous GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# markup and highlighting off: names of models and machines are data, not markup.
+_console = Console(stderr=True, markup=False, highlight=False)
+if not _console.is_terminal:
+    _console = Console(stderr=True, markup=False, highlight=False, width=100)
+
+Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout.")]
+
+
+class Exit(IntEnum):
+    """Exit codes."""
+
+    FINE = 0
+    OUR_FAULT = 1
+    BAD_INPUT = 2
+    INFEASIBLE = 3
+    VIOLATIONS = 4
+    NO_SOLUTION = 5
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def optimize(
+    problem: Annotated[Path | None, typer.Argument(help="Problem file (YAML).", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Model name, Hugging Face id or config.json.")] = None,
+    machine: Annotated[list[str] | None, typer.Option(help="TYPE=COUNT; repeat for each machine type.")] = None,
+    region: Annotated[str, typer.Option(help="Region of the machines.")] = "us-west-2",
+    market: Annotated[str, typer.Option(help="on_demand or spot.")] = "on_demand",
+    provider: Annotated[str, typer.Option(help="Cloud provider.")] = "aws",
+    input_tokens: Annotated[float, typer.Option(help="Mean prompt tokens.")] = 763,
+    output_tokens: Annotated[float, typer.Option(help="Mean output tokens.")] = 232,
+    requests_per_s: Annotated[float | None, typer.Option(help="Demand; needed by objective cost.")] = None,
+    objective: Annotated[str | None, typer.Option(help="throughput, throughput_per_cost or cost.")] = None,
+    solver: Annotated[str | None, typer.Option(help="auto, dp-beam or even.")] = None,
+    search: Annotated[str | None, typer.Option(help="dp-beam's search: default or paper.")] = None,
+    beam_width: Annotated[int | None, typer.Option(help="dp-beam's k.")] = None,
+    estimator: Annotated[str | None, typer.Option(help="calibrated or paper.")] = None,
+    weight_dtype: Annotated[str | None, typer.Option(help="Quantise the weights, such as fp8.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, tokens.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of random choices.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find a plan for a problem file, or for a model and machines given as options."""
+
+    def run() -> dict[str, Any]:
+        import hetplan as hp
+        from hetplan.problem.files import read_problem_file
+        from hetplan.report import plan_tables
+
+        if problem is not None:
+            if model is not None or machine:
+                raise InvalidInputError("give a problem file, or --model with --machine, not both")
+            arguments = read_problem_file(problem)
+        else:
+            if model is None or not machine:
+                raise InvalidInputError("give a problem file, or --model and at least one --machine TYPE=COUNT")
+            arguments = {
+                "model": model,
+                "cluster": _counts(machine),
+                "region": region,
+                "market": market,
+                "provider": provider,
+                "workload": hp.Workload(
+                    input_tokens=input_tokens, output_tokens=output_tokens, requests_per_s=requests_per_s
+                ),
+            }
+        given = {
+            "objective": objective,
+            "solver": solver,
+            "estimator": estimator,
+            "weight_dtype": weight_dtype,
+            "max_model_len": max_model_len,
+            "time_limit_s": time_limit,
+            "seed": seed,
+            "search": search,
+            "beam_width": beam_width,
+        }
+        arguments |= {name: value for name, value in given.items() if value is not None}
+        with _progress(arguments.get("time_limit_s", 60.0)) as on_incumbent:
+            plan = hp.optimize(**arguments, on_incumbent=on_incumbent)
+        if out is not None:
+            _write(plan.save, out)
+        _console.print(plan_tables(plan))
+        if out is not None:
+            _console.print(f"written to {out}")
+        document: dict[str, Any] = json.loads(plan.to_json())
+        return document
+
+    _answer(run, as_json)
+
+
+@app.command()
+def predict(
+    model: Annotated[str, typer.Argument(help="Model name, Hugging Face id or config.json.")],
+    gpu: Annotated[str, typer.Argument(help="GPU name or alias.")],
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", "--tp", help="GPUs of a stage.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option("--pipeline-parallel", "--pp", help="Stages.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences that start together.")] = 8,
+    input_tokens: Annotated[float, typer.Option(help="Prompt tokens of each.")] = 763,
+    output_tokens: Annotated[float, typer.Option(help="Output tokens of each.")] = 232,
+    weight_dtype: Annotated[str | None, typer.Option(help="Quantise the weights, such as fp8.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Format of the KV cache.")] = None,
+    instance_type: Annotated[str | None, typer.Option(help="Host, for its links.")] = None,
+    estimator: Annotated[str, typer.Option(help="calibrated or paper.")] = "calibrated",
+    as_json: Json = False,
+) -> None:
+    """Predict how fast one replica runs a static batch."""
+
+    def run() -> dict[str, Any]:
+        import hetplan as hp
+        from hetplan.report import replica_table
+
+        prediction = hp.predict(
+            model,
+            gpu,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            batch=batch,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            weight_dtype=weight_dtype,
+            kv_dtype=kv_dtype,
+            instance_type=instance_type,
+            estimator=estimator,  # type: ignore[arg-type]
+        )
+        _console.print(replica_table(prediction))
+        return prediction.model_dump(mode="json")
+
+    _answer(run, as_json)
+
+
+@app.command()
+def verify(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    max_price_age: Annotated[int, typer.Option(help="Days after which a price is called old.")] = 90,
+    as_json: Json = False,
+) -> None:
+    """Check a plan against its own problem: feasibility, memory, objective, cost, bound."""
+
+    def run() -> tuple[dict[str, Any], Exit]:
+        import hetplan as hp
+        from hetplan.catalog.clusters import price_warnings
+
+        loaded = hp.Plan.load(plan)
+        violations = hp.verify(loaded)
+        used = {offer for d in loaded.deployments for p in d.pipelines for offer in p.nodes}
+        offers = [pool.offer for pool in loaded.problem.cluster.pools if pool.offer.name in used]
+        warnings = price_warnings(offers, _today(), max_age_days=max_price_age)
+        for warning in warnings:
+            _console.print(f"warning: {warning}")
+        for violation in violations:
+            _console.print(f"violation: {violation}")
+        if not violations:
+            certificate = "no bound claimed" if loaded.certificate is None else f"bound {loaded.bound:.6g} confirmed"
+            _console.print(f"{plan}: sound; {certificate}")
+        document = {
+            "violations": [v.model_dump(mode="json") for v in violations],
+            "warnings": warnings,
+            "bound_confirmed": loaded.bound if loaded.certificate is not None and not violations else None,
+        }
+        return document, Exit.VIOLATIONS if violations else Exit.FINE
+
+    _answer(run, as_json)
+
+
+@app.command()
+def estimate(plan: Annotated[Path, typer.Argument(help="Plan file.")], as_json: Json = False) -> None:
+    """Estimate what a plan does under its own workload."""
+
+    def run() -> dict[str, Any]:
+        import hetplan as hp
+
+        result = hp.estimate(hp.Plan.load(plan))
+        _console.print(
+            f"{result.requests_per_s:.3f} req/s, {result.output_tokens_per_s:,.0f} output tokens/s, "
+            f"{result.cost_usd_per_hour:.4f} $/h, {result.usd_per_million_output_tokens:.3f} $ per million output tokens"
+        )
+        return result.model_dump(mode="json")
+
+    _answer(run, as_json)
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="Plan file.")],
+    after: Annotated[Path, typer.Argument(help="Plan file.")],
+    as_json: Json = False,
+) -> None:
+    """What changes from one plan to another."""
+
+    def run() -> dict[str, Any]:
+        import hetplan as hp
+
+        change = hp.Plan.load(before).diff(hp.Plan.load(after))
+        _console.print(str(change))
+        return change.model_dump(mode="json")
+
+    _answer(run, as_json)
+
+
+@app.command()
+def catalog(
+    what: Annotated[str, typer.Argument(help="models, gpus, instances or offers.")] = "models",
+    match: Annotated[str, typer.Option(help="Show names that contain this.")] = "",
+    region: Annotated[str | None, typer.Option(help="Offers of this region.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List what the catalogue holds, with sources."""
+
+    def run() -> list[dict[str, Any]]:
+        rows = _catalog_rows(what, match.lower(), region)
+        _print_rows(what, rows)
+        return rows
+
+    _answer(run, as_json)
+
+
+def _catalog_rows(what: str, match: str, region: str | None) -> list[dict[str, Any]]:
+    from hetplan.catalog import tables
+    from hetplan.catalog.model import ModelSpec
+    from hetplan.catalog.models import list_models
+
+    if what == "models":
+        specs = [(name, ModelSpec.get(name)) for name in list_models() if match in name]
+        return [
+            {
+                "name": name,
+                "parameters": spec.parameter_count,
+                "active": spec.active_parameter_count,
+                "layers": spec.layer_count,
+                "weight_dtype": spec.weight_dtype,
+                "weight_bytes": spec.weight_bytes,
+                "kv_bytes_per_token": spec.kv_bytes_per_token(),
+                "source": spec.source,
+            }
+            for name, spec in specs
+        ]
+    if what == "gpus":
+        found = [tables.get_gpu(name) for name in tables.list_gpus() if match in name.lower()]
+        return [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.memory_bytes,
+                "bandwidth_bytes_per_s": gpu.bandwidth_bytes_per_s,
+                "dense_16_bit_flops": max(gpu.dense_flops.get("bf16", 0.0), gpu.dense_flops.get("fp16", 0.0)),
+                "calibration": tables.get_calibration(gpu.name).memory_bytes_per_s.source,
+                "source": gpu.source,
+            }
+            for gpu in found
+        ]
+    if what == "instances":
+        types = [tables.get_instance_type(name) for name in tables.list_instance_types() if match in name.lower()]
+        return [
+            {
+                "name": t.name,
+                "provider": t.provider,
+                "gpu": t.gpu.name,
+                "gpu_count": t.gpu_count,
+                "network_bytes_per_s": t.inter_node_link.bytes_per_s,
+                "source": t.source,
+            }
+            for t in types
+        ]
+    if what == "offers":
+        offers = [o for o in tables.list_offers() if match in o.name.lower() and region in (None, o.region)]
+        return [
+            {
+                "name": o.name,
+                "price_usd_per_hour": o.price_usd_per_hour,
+                "observed_on": None if o.observed_on is None else o.observed_on.isoformat(),
+                "age_days": o.age_days(_today()),
+                "source": o.source,
+            }
+            for o in offers
+        ]
+    raise InvalidInputError(f"the catalogue holds models, gpus, instances and offers, not {what!r}")
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    if not rows:
+        _console.print(f"no {title} match")
+        return
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()))
+    _console.print(table)
+
+
+def _today() -> datetime.date:
+    """The one place where the command line reads the calendar."""
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def _counts(machines: list[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for text in machines:
+        name, separator, count = text.partition("=")
+        if not separator or not count.isdigit():
+            raise InvalidInputError(f"--machine takes TYPE=COUNT, such as g6.12xlarge=3; got {text!r}")
+        counts[name] = counts.get(name, 0) + int(count)
+    return counts
+
+
+def _write(save: Callable[[Path], None], path: Path) -> None:
+    try:
+        save(path)
+    except OSError as error:
+        raise InvalidInputError(f"cannot write {path}: {error.strerror}. Choose another --out") from None
+
+
+@contextmanager
+def _progress(time_limit_s: float) -> Iterator[Callable[[Any], None]]:
+    """A bar over the time limit, with the best objective and bound so far; drawn on a terminal only."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("solving"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[best]}"))
+    with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as bar:
+        task = bar.add_task("solve", total=time_limit_s or 1.0, best="")
+
+        def on_incumbent(progress: Any) -> None:
+            bound = "" if progress.bound is None else f", bound {progress.bound:.4g}"
+            bar.update(task, completed=progress.elapsed_s, best=f"best {progress.objective:.4g}{bound}")
+
+        yield on_incumbent
+
+
+def _answer(run: Callable[[], Any], as_json: bool) -> None:
+    """Run a verb, print its document when asked, and leave with the right code."""
+    try:
+        result = run()
+    except HetplanError as error:
+        code = _code(error)
+        if as_json:
+            typer.echo(json.dumps({"error": _error_document(error)}))
+        else:
+            _console.print(f"error: {error}")
+        raise typer.Exit(code) from None
+    document, code = result if isinstance(result, tuple) else (result, Exit.FINE)
+    if as_json:
+        typer.echo(json.dumps(document))
+    raise typer.Exit(code)
+
+
+def _code(error: HetplanError) -> Exit:
+    if isinstance(error, InfeasibleError):
+        return Exit.INFEASIBLE
+    if isinstance(error, NoSolutionError):
+        return Exit.NO_SOLUTION
+    return Exit.BAD_INPUT if isinstance(error, InvalidInputError) else Exit.OUR_FAULT
+
+
+def _error_document(error: HetplanError) -> dict[str, Any]:
+    document: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, InfeasibleError):
+        document["reasons"] = [
+            {
+                "constraint": r.constraint,
+                "subject": r.subject,
+                "needed": r.needed,
+                "available": r.available,
+                "unit": r.unit,
+            }
+            for r in error.reasons
+        ]
+    return document
+
+
+def main() -> None:
+    """Entry point of the ``hetplan`` command."""
+    try:
+        app()
+    except Exception as error:
+        _console.print(f"internal error: {type(error).__name__}: {error}. Please report it with the command you ran")
+        sys.exit(Exit.OUR_FAULT)

@@ -1,0 +1,130 @@
+"""Every exception that hetplan raises on purpose.
+
+::
+
+    HetplanError
+    |-- InvalidInputError (also ValueError)      bad value, file or option          exit code 2
+    |   |-- UnknownNameError                     no such model, GPU, instance ...   exit code 2
+    |   |-- UnsupportedModelError                a config.json with parts not modelled
+    |   |-- UnsupportedFeatureError              a documented thing that is not there yet
+    |   `-- SchemaVersionError                   a file written for another schema
+    |-- InfeasibleError                          no plan can exist; .reasons says why      exit code 3
+    `-- NoSolutionError                          none found, none ruled out                exit code 5
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "HetplanError",
+    "InfeasibleError",
+    "InvalidInputError",
+    "NoSolutionError",
+    "Reason",
+    "SchemaVersionError",
+    "UnknownNameError",
+    "UnsupportedFeatureError",
+    "UnsupportedModelError",
+]
+
+
+class HetplanError(Exception):
+    """Base of all hetplan errors."""
+
+
+class InvalidInputError(HetplanError, ValueError):
+    """A value, file or option is wrong. The message gives the value, the limit and the next step."""
+
+
+class UnknownNameError(InvalidInputError):
+    """A name is not in the catalogue.
+
+    Parameters
+    ----------
+    kind : str
+        What was looked up, such as ``"GPU"``.
+    name : str
+        The name as given.
+    known : iterable of str
+        The names that would have worked; the nearest are listed.
+    hint : str, optional
+        What to do when none of them is meant.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.nearest = nearest_names(name, known)
+        listed = ", ".join(self.nearest) or "none is known"
+        super().__init__(f"unknown {kind} {name!r}. Nearest: {listed}." + (f" {hint}" if hint else ""))
+
+
+class UnsupportedModelError(InvalidInputError):
+    """A model configuration has parts that are not modelled; ``.features`` names them."""
+
+    def __init__(self, model: str, features: Sequence[str]) -> None:
+        self.model = model
+        self.features = tuple(features)
+        super().__init__(f"{model}: not modelled: {'; '.join(self.features)}")
+
+
+class UnsupportedFeatureError(InvalidInputError):
+    """A documented option that this version does not answer yet."""
+
+
+class SchemaVersionError(InvalidInputError):
+    """A file has another schema version than the one this hetplan reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why no plan exists: one limit, and how far it is missed.
+
+    Attributes
+    ----------
+    constraint : str
+        The limit's name, such as ``"memory"`` or ``"tensor_parallel"``.
+    subject : str
+        What it applies to: a model, an instance type, the cluster.
+    needed, available : float
+        Both in ``unit``.
+    unit : str
+        Unit of the two numbers.
+    """
+
+    constraint: str
+    subject: str
+    needed: float
+    available: float
+    unit: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.constraint}: {self.subject} needs {self.needed:,.4g} {self.unit}, "
+            f"{self.available:,.4g} {self.unit} available"
+        )
+
+
+class InfeasibleError(HetplanError):
+    """No plan satisfies the problem. ``.reasons`` lists each limit with the shortfall."""
+
+    def __init__(self, message: str, reasons: Sequence[Reason]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(message)
+
+
+class NoSolutionError(HetplanError):
+    """The search ended without a plan and without a proof that none exists."""
+
+
+def nearest_names(name: str, known: Iterable[str], limit: int = 5) -> tuple[str, ...]:
+    """The known names closest to ``name``, best first: containing it, then by edit distance."""
+    names = sorted(set(known))
+    lowered = name.lower()
+    inside = [n for n in names if lowered and lowered in n.lower()]
+    by_lower = {n.lower(): n for n in names}
+    close = [by_lower[n] for n in difflib.get_close_matches(lowered, by_lower, n=limit, cutoff=0.4)]
+    return tuple(dict.fromkeys([*inside, *close]))[:limit]

@@ -1,0 +1,1 @@
+"""How long a stage takes and how much it holds: the paper's model and the corrected default."""

@@ -1,0 +1,76 @@
+"""Time of collectives and of sends in the alpha-beta model (eqs. 2 and 3 of ShuntServe)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hetplan.catalog.calibration import Calibration, collective_for
+from hetplan.catalog.hardware import InstanceType, Link
+
+FloatArray = NDArray[np.float64]
+
+
+def all_reduce_s(message_bytes: ArrayLike, link: Link, tensor_parallel: int) -> FloatArray:
+    """Ring all-reduce time.
+
+    Parameters
+    ----------
+    message_bytes : (B,) float array
+        Bytes of one rank before the collective.
+    link : Link
+        Intra-node link of the group (latency in s, bandwidth in bytes/s).
+    tensor_parallel : int
+        Ranks in the ring, >= 1.
+
+    Returns
+    -------
+    (B,) float array
+        Seconds. Zero for one rank.
+
+    Raises
+    ------
+    ValueError
+        If ``tensor_parallel < 1``.
+
+    Notes
+    -----
+    Equation (2) of ShuntServe, per collective: a reduce-scatter and an all-gather of P - 1 steps each.
+    """
+    return 2 * all_gather_s(message_bytes, link, tensor_parallel)
+
+
+def all_gather_s(gathered_bytes: ArrayLike, link: Link, tensor_parallel: int) -> FloatArray:
+    """Ring all-gather time: P - 1 steps that each pass a P-th of ``gathered_bytes``. Zero for one rank."""
+    if tensor_parallel < 1:
+        raise ValueError(f"tensor_parallel is at least 1, got {tensor_parallel}")
+    size = np.asarray(gathered_bytes, dtype=np.float64)
+    steps = tensor_parallel - 1
+    if steps == 0:
+        return np.zeros_like(size)
+    return np.asarray(steps * (link.latency_s + size / (tensor_parallel * link.bytes_per_s)), dtype=np.float64)
+
+
+def send_s(message_bytes: ArrayLike, link: Link) -> FloatArray:
+    """Point-to-point time (eq. 3): one latency and the bytes over the bandwidth."""
+    return np.asarray(link.latency_s + np.asarray(message_bytes, dtype=np.float64) / link.bytes_per_s, dtype=np.float64)
+
+
+def group_link(instance_type: InstanceType, tensor_parallel: int, calibration: Calibration) -> Link:
+    """The link of a tensor-parallel group: measured on this very host where the calibration has it, else the host's."""
+    fit = collective_for(calibration, instance_type.name, tensor_parallel)
+    if fit is not None:
+        return Link(latency_s=fit.latency_s, bytes_per_s=fit.bytes_per_s, source=f"{fit.source}: {fit.reference}")
+    return instance_type.group_link(tensor_parallel)
+
+
+def boundary_link(sender: InstanceType, receiver: InstanceType, *, same_node: bool) -> Link:
+    """The link that a stage boundary crosses: inside the node, or the slower of the two network cards."""
+    if same_node:
+        return sender.pair_link
+    ends = (sender.inter_node_link, receiver.inter_node_link)
+    return Link(
+        latency_s=max(end.latency_s for end in ends),
+        bytes_per_s=min(end.bytes_per_s for end in ends),
+        source=min(ends, key=lambda end: end.bytes_per_s).source,
+    )

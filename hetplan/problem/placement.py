@@ -1,0 +1,113 @@
+"""The placement problem: one model, the machines at hand, what arrives and what is promised."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hetplan.base import Frozen
+from hetplan.catalog.calibration import Calibration
+from hetplan.catalog.model import ModelSpec
+from hetplan.catalog.offers import Cluster
+from hetplan.errors import UnsupportedFeatureError
+from hetplan.workload.requests import Slo, Workload
+
+Objective = Literal["throughput", "throughput_per_cost", "cost", "expected_cost"]
+EstimatorName = Literal["calibrated", "paper"]
+
+
+class PlacementProblem(Frozen):
+    """Everything that a solver, the checker and the launcher need, and nothing from outside.
+
+    Attributes
+    ----------
+    objective : str
+        "throughput": most requests/s from the cluster. "throughput_per_cost": most requests/s per $/h.
+        "cost": least $/h that serves the workload's ``requests_per_s``.
+    slo : Slo or None
+        Limits on the mean latency of a request that does not queue.
+    latency_penalty : float
+        gamma of eq. 7, used with a soft Slo.
+    max_model_len : int or None
+        Longest prompt + answer to be served, tokens; None takes the workload's longest. The KV cache of
+        every pipeline holds at least one such request.
+    gpu_memory_utilization : float
+        Share of a GPU's memory that the engine may use (vLLM's flag of that name).
+    max_num_seqs : int or None
+        Most sequences an engine keeps running; None takes vLLM's default for the GPU.
+    max_num_batched_tokens : int or None
+        Most tokens in one engine step; None takes vLLM's default for the GPU.
+    calibrations : tuple of Calibration
+        One for each GPU of the cluster.
+    """
+
+    kind: Literal["placement"] = "placement"
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    objective: Objective = "throughput"
+    estimator: EstimatorName = "calibrated"
+    slo: Slo | None = None
+    latency_penalty: Annotated[float, Field(ge=0)] = 0.0
+    engine: str | None = None
+    max_model_len: Annotated[int, Field(gt=0)] | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    max_num_seqs: Annotated[int, Field(gt=0, le=65536)] | None = None
+    max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
+    calibrations: tuple[Calibration, ...]
+    calibration_sha256: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        gpus = {t.gpu.name for t in self.cluster.instance_types}
+        missing = gpus - {c.gpu for c in self.calibrations}
+        if missing:
+            raise ValueError(f"no calibration for {', '.join(sorted(missing))}; add one for each GPU of the cluster")
+        if self.objective == "cost" and self.workload.requests_per_s is None:
+            raise ValueError("objective 'cost' needs a demand; give the workload requests_per_s")
+        if self.objective == "throughput_per_cost" and any(not p.offer.billed_usd_per_hour for p in self.cluster.pools):
+            raise ValueError(
+                "objective 'throughput_per_cost' divides by prices, and an owned machine has none; "
+                "give it a price_usd_per_hour or use objective 'throughput'"
+            )
+        if self.slo is not None and not self.slo.hard and self.objective == "cost":
+            raise ValueError("objective 'cost' takes hard limits only; set hard=True on the Slo")
+        longest = self.model.max_position_tokens
+        if self.longest_request_tokens > longest:
+            raise ValueError(
+                f"{self.model.name} handles {longest:,} tokens; the longest request has "
+                f"{self.longest_request_tokens:,}. Lower max_model_len or the token counts"
+            )
+        return self
+
+    @property
+    def longest_request_tokens(self) -> int:
+        """Tokens of the longest request that must fit: max_model_len, else the workload's longest."""
+        return self.workload.max_tokens if self.max_model_len is None else self.max_model_len
+
+    def calibration(self, gpu: str) -> Calibration:
+        """The calibration of a GPU of the cluster."""
+        return next(c for c in self.calibrations if c.gpu == gpu)
+
+    def refuse_unsupported(self) -> None:
+        """Raise `UnsupportedFeatureError` for what no solver answers yet."""
+        if self.objective == "expected_cost":
+            raise UnsupportedFeatureError(
+                "objective 'expected_cost' needs the interruption model, which is not there yet; use 'cost' "
+                "with spot offers, or 'throughput_per_cost'"
+            )
+        slos = [self.slo, *(q.slo for q in self.workload.query_types)]
+        if any(s is not None and s.percentile is not None for s in slos):
+            raise UnsupportedFeatureError(
+                "a percentile Slo needs the queueing model, which is not there yet; "
+                "leave percentile out to limit the mean"
+            )
+        if any(q.slo is not None for q in self.workload.query_types):
+            raise UnsupportedFeatureError(
+                "an Slo per query type needs routing between deployments; give one Slo for the problem"
+            )
+        if self.engine is not None:
+            raise UnsupportedFeatureError(
+                f"engine={self.engine!r}: plans within an engine's limits are not there yet; use engine=None"
+            )

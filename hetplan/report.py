@@ -1,0 +1,114 @@
+"""Plans for people: tables for terminals and notebooks, and figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hetplan.estimator.base import make_estimator
+from hetplan.estimator.pipeline import pipeline_times
+from hetplan.estimator.prediction import ReplicaPrediction, shapes_of
+from hetplan.plan import Plan, Prediction
+from hetplan.units import GIB, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """A plan as tables: totals, then each pipeline with its stages, memory and predictions."""
+    total = Table(title=f"Plan for {plan.problem.model.name}", show_header=False, title_justify="left")
+    total.add_column(style="bold")
+    total.add_column()
+    total.add_row("throughput", f"{plan.requests_per_s:.3f} req/s")
+    total.add_row("cost", f"{plan.cost_usd_per_hour:.4f} $/h")
+    total.add_row("output tokens", f"{plan.usd_per_million_output_tokens:.3f} $ per million")
+    total.add_row("objective", f"{plan.objective_name} = {plan.objective:.6g} ({plan.status})")
+    if plan.bound is not None and plan.gap is not None:
+        total.add_row("proven bound", f"{plan.bound:.6g}, gap {plan.gap:.1%}")
+    total.add_row("solver", f"{plan.provenance.solver}, estimator {plan.problem.estimator}")
+    parts: list[RenderableType] = [total]
+    for deployment in plan.deployments:
+        for number, pipeline in enumerate(deployment.pipelines, start=1):
+            p = pipeline.predictions
+            copies = f" x {pipeline.count}" if pipeline.count > 1 else ""
+            table = Table(
+                title=f"Pipeline {number}{copies}: {with_band(p.requests_per_s, 'req/s')}, "
+                f"{pipeline.cost_usd_per_hour:.4f} $/h",
+                title_justify="left",
+            )
+            for name in ("layers", "instance", "node", "GPUs", "TP", "dtype"):
+                table.add_column(name, no_wrap=name == "instance")
+            for name in ("weights", "activ.", "KV"):
+                table.add_column(name, justify="right")
+            for stage in pipeline.stages:
+                memory = (stage.weight_bytes, stage.activation_bytes, stage.kv_cache_bytes)
+                table.add_row(
+                    f"{stage.layers[0]}-{stage.layers[1] - 1} ({stage.layer_count})",
+                    stage.instance_type,
+                    str(stage.node),
+                    ",".join(map(str, stage.gpu_indices)),
+                    str(stage.tensor_parallel),
+                    stage.compute_dtype,
+                    *(f"{size / GIB:.1f}" for size in memory),
+                )
+            table.caption = (
+                f"TTFT {seconds_with_band(p.ttft_s)}, TPOT {seconds_with_band(p.tpot_s)}, "
+                f"{pipeline.max_num_seqs} sequences in flight, {pipeline.micro_batch} a stage. Memory in GiB per GPU."
+            )
+            table.caption_justify = "left"
+            parts += [Text(), table, Text(p.requests_per_s.source, style="dim")]
+    return Group(*parts)
+
+
+def with_band(prediction: Prediction, unit: str) -> str:
+    """``3.1 req/s (2.7-3.4)``."""
+    return f"{prediction.value:.3f} {unit} ({prediction.low:.3f}-{prediction.high:.3f})"
+
+
+def seconds_with_band(prediction: Prediction) -> str:
+    """``1.2 s (0.9 s-1.5 s)``."""
+    low, high = format_seconds(prediction.low), format_seconds(prediction.high)
+    return f"{format_seconds(prediction.value)} ({low}-{high})"
+
+
+def replica_table(prediction: ReplicaPrediction) -> RenderableType:
+    """A replica's prediction as a table with bands."""
+    table = Table("quantity", "value", "low", "high")
+    for name in ("ttft_s", "tpot_s", "latency_s"):
+        low, high, _ = prediction.band[name]
+        table.add_row(name, *(format_seconds(v) for v in (getattr(prediction, name), low, high)))
+    low, high, level = prediction.band["output_tokens_per_s"]
+    table.add_row("output_tokens_per_s", *(f"{v:,.1f}" for v in (prediction.output_tokens_per_s, low, high)))
+    table.caption = f"{level:.0%} bands. {prediction.source}"
+    return table
+
+
+def stage_times_figure(plan: Plan) -> Figure:
+    """Seconds that a micro-batch spends in each stage of each pipeline, prefill and decode: the slowest stage limits."""
+    from matplotlib.figure import Figure as NewFigure
+
+    problem = plan.problem
+    estimator = make_estimator(problem)
+    pipelines = [pipeline for deployment in plan.deployments for pipeline in deployment.pipelines]
+    figure = NewFigure(figsize=(8, 1.2 + 1.8 * len(pipelines)), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(len(pipelines), 1))
+    for number, (axis, pipeline) in enumerate(zip(axes, pipelines, strict=True), start=1):
+        times = pipeline_times(problem, estimator, shapes_of(problem, pipeline), pipeline.micro_batch)
+        prefill, decode = times.prefill[:, 0], times.decode[:, 0]
+        labels = [f"{s.instance_type} TP{s.tensor_parallel}\n{s.layer_count} layers" for s in pipeline.stages]
+        rows = np.arange(len(labels))
+        axis.barh(rows, prefill, color="#4477aa", label="prefill")
+        axis.barh(rows, decode, left=prefill, color="#ddaa33", label="decode")
+        axis.set_yticks(rows, labels, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(
+            f"pipeline {number}: {pipeline.predictions.requests_per_s.value:.2f} req/s", loc="left", fontsize=10
+        )
+        axis.set_xlabel(f"seconds per micro-batch of {pipeline.micro_batch}")
+    axes[0].legend(loc="lower right", fontsize=8)
+    return figure

@@ -1,0 +1,130 @@
+"""The solver contract, and the registry of solvers by name.
+
+A solver is a small object with a ``name``, parameters given at construction, and `Solver.solve`. It
+returns a `Solution` or raises `InfeasibleError` (proven: none exists) or `NoSolutionError` (none
+found in time). It never returns a plan that breaks a limit, and leaves ``bound`` None unless it has
+proven one. Registering a class makes it reachable as ``optimize(..., solver="name")``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
+
+from hetplan.errors import InvalidInputError, UnknownNameError
+from hetplan.estimator.pipeline import StageShape
+from hetplan.plan import Certificate, Plan
+from hetplan.problem.placement import PlacementProblem
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChoice:
+    """A pipeline that a solver chose: its stages, the offer of each of its machines, and its micro-batch."""
+
+    stages: tuple[StageShape, ...]
+    offers: tuple[str, ...]
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver found: pipelines, the objective they reach, and the bound it has proven, if any."""
+
+    pipelines: tuple[PipelineChoice, ...]
+    objective: float
+    bound: float | None = None
+    certificate: Certificate | None = None
+    parameters: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What an anytime solver reports: seconds since it began, best objective, bound, and what it does."""
+
+    elapsed_s: float
+    objective: float | None
+    bound: float | None
+    message: str
+
+
+OnIncumbent = Callable[[Progress], None]
+
+
+class Solver(Protocol):
+    """What every solver offers."""
+
+    name: ClassVar[str]
+
+    def solve(
+        self,
+        problem: PlacementProblem,
+        *,
+        time_limit_s: float = 60.0,
+        seed: int = 0,
+        warm_start: Plan | None = None,
+        on_incumbent: OnIncumbent | None = None,
+    ) -> Solution:
+        """Solve a problem.
+
+        Parameters
+        ----------
+        problem : PlacementProblem
+        time_limit_s : float
+            Seconds after which the best plan so far is returned; a solver always finishes its first plan.
+        seed : int
+            Makes random choices repeatable.
+        warm_start : Plan, optional
+            An older plan to begin from.
+        on_incumbent : callable, optional
+            Called with a `Progress` at each better plan or bound.
+
+        Raises
+        ------
+        InfeasibleError
+            If no plan exists; its reasons give each limit and the shortfall.
+        NoSolutionError
+            If none was found and none ruled out.
+        """
+        ...
+
+
+_SOLVERS: dict[str, tuple[str, str]] = {
+    "auto": ("hetplan.solvers.placement.auto", "Auto"),
+    "dp-beam": ("hetplan.solvers.placement.dp_beam", "DpBeam"),
+    "even": ("hetplan.solvers.placement.even", "Even"),
+}
+
+
+def solver_names() -> list[str]:
+    """Names of the placement solvers."""
+    return sorted(_SOLVERS)
+
+
+def get_solver(name: str, **parameters: Any) -> Solver:
+    """A solver by name, with its own parameters.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such solver.
+    InvalidInputError
+        If it does not take a parameter, or not that value.
+    """
+    if name not in _SOLVERS:
+        raise UnknownNameError("solver", name, _SOLVERS, f"There are: {', '.join(solver_names())}.")
+    module, class_name = _SOLVERS[name]
+    try:
+        solver: Solver = getattr(import_module(module), class_name)(**parameters)
+    except TypeError as error:
+        raise InvalidInputError(f"solver {name!r}: {error}") from None
+    return solver
+
+
+def check_time_limit(time_limit_s: float) -> float:
+    """The limit, refused when negative or not a number."""
+    if not time_limit_s >= 0 or math.isnan(time_limit_s):
+        raise InvalidInputError(f"time_limit_s is at least 0, got {time_limit_s}")
+    return time_limit_s

@@ -1,0 +1,1 @@
+"""Solvers that place one model on a heterogeneous cluster."""

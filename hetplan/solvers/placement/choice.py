@@ -1,0 +1,77 @@
+"""What placement solvers share once they have shapes: the batch of a pipeline, and the objective of a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetplan.estimator.base import Estimator, FloatArray
+from hetplan.estimator.pipeline import PipelineRates, StageShape, micro_batch, pipeline_rates, sequences_that_fit
+from hetplan.problem.placement import PlacementProblem
+from hetplan.solvers.base import PipelineChoice
+
+
+def value_of(problem: PlacementProblem, rates: PipelineRates) -> FloatArray:
+    """(B,) requests/s after the latency penalty of eq. 7; minus infinity where a hard limit is broken."""
+    value = rates.requests_per_s
+    if problem.slo is None:
+        return value
+    measured = {"ttft_s": rates.ttft_s, "tpot_s": rates.tpot_s, "e2e_s": rates.latency_s}
+    ratios = [measured[name] / limit for name, limit in problem.slo.limits().items()]
+    excess = np.maximum(np.max(ratios, axis=0) - 1.0, 0.0)
+    if problem.slo.hard:
+        return np.where(excess > 0, -np.inf, value)
+    return np.asarray(value * (1.0 - problem.latency_penalty * excess))
+
+
+def choose_batch(
+    problem: PlacementProblem, estimator: Estimator, stages: tuple[StageShape, ...], offers: tuple[str, ...]
+) -> tuple[PipelineChoice, float] | None:
+    """The pipeline at its best micro-batch and the value there; None when nothing fits or a hard limit breaks.
+
+    In paper mode the batch is the largest that fits (eq. 6); otherwise the one of the highest value, the
+    smallest among equals.
+    """
+    most = micro_batch(estimator, sequences_that_fit(problem, estimator, stages), len(stages))
+    if most < 1:
+        return None
+    batches = np.arange(1, most + 1)
+    values = value_of(problem, pipeline_rates(problem, estimator, stages, batches))
+    if estimator.micro_batches:
+        best = int(np.argmax(values))
+    else:
+        allowed = np.flatnonzero(values > -np.inf)
+        best = int(allowed[-1]) if allowed.size else 0
+    if values[best] == -math.inf:
+        return None
+    return PipelineChoice(stages, offers, int(batches[best])), float(values[best])
+
+
+def offer_prices(problem: PlacementProblem) -> dict[str, float]:
+    """Dollars an hour of each offer, by name."""
+    return {pool.offer.name: pool.offer.billed_usd_per_hour for pool in problem.cluster.pools}
+
+
+def cost_of(problem: PlacementProblem, pipelines: Sequence[PipelineChoice]) -> float:
+    """Dollars an hour of the machines of some pipelines."""
+    prices = offer_prices(problem)
+    return sum(prices[offer] for pipeline in pipelines for offer in pipeline.offers)
+
+
+def objective_of(problem: PlacementProblem, pipelines: Sequence[PipelineChoice], values: Sequence[float]) -> float:
+    """The plan's objective: total value, total value per cost, or cost."""
+    if problem.objective == "cost":
+        return cost_of(problem, pipelines)
+    total = sum(values)
+    if problem.objective == "throughput_per_cost":
+        return total / cost_of(problem, pipelines)
+    return total
+
+
+def better(problem: PlacementProblem, objective: float, than: float | None) -> bool:
+    """True when an objective beats another: lower for costs, higher otherwise."""
+    if than is None:
+        return True
+    return objective < than if problem.objective == "cost" else objective > than

@@ -1,0 +1,179 @@
+"""What a certificate of kind ``layer_rate`` proves, computed again from its weights.
+
+A stage that spends p seconds in prefill and d in decode belongs to a pipeline of at most
+b / (p + d) requests per second, since the pipeline waits for its slowest prefill and its slowest
+decode. So with r(o, k) = the least (prefill + decode) / b of one layer of kind k on option o (machine,
+tensor-parallel degree) over the batches b that fit, a group of GPUs passes at most
+max_k w_k / r(o, k) weighted layers per second, whatever layers it holds, and a request needs
+sum_k N_k w_k of them. Sends, engine steps, embedding and head only add time, and leaving them out
+keeps the bound a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.model import Attention, ModelSpec
+from hetplan.estimator.base import Estimator
+from hetplan.problem.placement import PlacementProblem
+
+_ROLES = ((False, False), (True, False), (False, True), (True, True))
+
+
+def degree_allowed(attention: Attention, tensor_parallel: int) -> bool:
+    """True when the heads divide over the GPUs, and the KV heads divide or replicate (an MLA latent always does)."""
+    if tensor_parallel < 1 or attention.heads % tensor_parallel != 0:
+        return False
+    if attention.kind == "mla":
+        return True
+    return attention.kv_heads % tensor_parallel == 0 or tensor_parallel % attention.kv_heads == 0
+
+
+def allowed_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
+    """Degrees within one machine that every layer of the model allows."""
+    return [
+        degree
+        for degree in range(1, machine.gpu_count + 1)
+        if all(degree_allowed(kind.attention, degree) for kind in model.layer_kinds)
+    ]
+
+
+def layer_rate_bound(problem: PlacementProblem, estimator: Estimator, kind_weights: Sequence[float]) -> float:
+    """The bound on the problem's objective that ``kind_weights`` prove.
+
+    Parameters
+    ----------
+    problem : PlacementProblem
+        Objective "throughput" or "throughput_per_cost" (an upper bound follows) or "cost" (a lower bound).
+    estimator : Estimator
+        The problem's own.
+    kind_weights : sequence of float
+        One non-negative weight for each of the model's layer kinds.
+
+    Returns
+    -------
+    float
+        In the objective's unit; infinite when the weights prove nothing, or when no fleet can serve the demand.
+
+    Raises
+    ------
+    ValueError
+        If the weights do not match the model's kinds, are negative or not finite, or weigh no layer of it.
+
+    Notes
+    -----
+    Each option takes its own largest batch, the most that a stage of a single layer could hold there. A
+    bound over a larger range of batches is looser, and just as true.
+    """
+    model = problem.model
+    counts = [model.layer_pattern.count(kind) for kind in range(len(model.layer_kinds))]
+    if len(kind_weights) != len(counts):
+        raise ValueError(f"{len(kind_weights)} weights for {len(counts)} kinds of layers")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in kind_weights):
+        raise ValueError(f"weights must be finite and non-negative, got {list(kind_weights)}")
+    demanded = math.fsum(count * weight for count, weight in zip(counts, kind_weights, strict=True))
+    if demanded <= 0:
+        raise ValueError("no layer of the model has a positive weight")
+
+    machines = {machine.name: machine for machine in problem.cluster.instance_types}
+    rates = {
+        name: _machine_rate(problem, estimator, machines[name], kind_weights) / demanded
+        for name in {pool.offer.instance_type for pool in problem.cluster.pools}
+    }
+    offered = [
+        (rates[pool.offer.instance_type], pool.offer.billed_usd_per_hour, pool.count) for pool in problem.cluster.pools
+    ]
+    if problem.objective == "throughput":
+        return math.fsum(count * rate for rate, _, count in offered)
+    if problem.objective == "throughput_per_cost":
+        return max((rate / price if price > 0 else math.inf) for rate, price, _ in offered)
+    return _least_cost(offered, problem.workload.requests_per_s or 0.0)
+
+
+def _least_cost(offered: Sequence[tuple[float, float, int]], demand: float) -> float:
+    """$/h of the cheapest fractions of machines (rate, price, count) that reach the demand."""
+    useful = [machine for machine in offered if machine[0] > 0]
+    missing, cost = demand, 0.0
+    for rate, price, count in sorted(useful, key=lambda machine: machine[1] / machine[0]):
+        if missing <= rate * count:
+            return cost + price * missing / rate
+        cost += price * count
+        missing -= rate * count
+    return cost if missing <= 0 else math.inf
+
+
+def _machine_rate(
+    problem: PlacementProblem, estimator: Estimator, machine: InstanceType, kind_weights: Sequence[float]
+) -> float:
+    """Weighted layers per second of a machine whose GPUs are split into groups in the best way."""
+    degrees = [degree for degree in allowed_degrees(problem.model, machine) if machine.gpu_count % degree == 0]
+    options = {degree: _group_rate(problem, estimator, machine, degree, kind_weights) for degree in degrees}
+    best = [0.0] * (machine.gpu_count + 1)
+    for gpus in range(1, machine.gpu_count + 1):
+        best[gpus] = max([best[gpus - 1], *(rate + best[gpus - d] for d, rate in options.items() if d <= gpus)])
+    return best[-1]
+
+
+def _group_rate(
+    problem: PlacementProblem, estimator: Estimator, machine: InstanceType, degree: int, kind_weights: Sequence[float]
+) -> float:
+    """Weighted layers per second of one group: the best over the kinds of layers that fit."""
+    rates = [0.0]
+    for kind, weight in enumerate(kind_weights):
+        if weight == 0 or kind not in problem.model.layer_pattern:
+            continue
+        layer = problem.model.layer_pattern.index(kind)
+        most = _largest_batch(problem, estimator, machine, degree, layer)
+        if most >= 1:
+            rates.append(weight / _least_seconds_per_request(problem, estimator, machine, degree, layer, most))
+    return max(rates)
+
+
+def _largest_batch(
+    problem: PlacementProblem, estimator: Estimator, machine: InstanceType, degree: int, layer: int
+) -> int:
+    """Sequences that a stage of one layer holds in the role that leaves most room; more layers hold fewer."""
+    work, model = problem.workload, problem.model
+    layers = (layer, layer + 1)
+    most = 0
+    for first, last in _ROLES:
+        memory = estimator.stage_memory(model, machine, layers=layers, tensor_parallel=degree, first=first, last=last)
+        one = estimator.sequence_bytes(
+            model,
+            machine,
+            layers=layers,
+            tensor_parallel=degree,
+            tokens=work.mean_input_tokens + work.mean_output_tokens,
+            input_tokens=work.mean_prefill_tokens,
+            last=last,
+        )
+        most = max(most, int(memory.kv_cache_bytes // one))
+    return min(most, estimator.batch_limit(machine))
+
+
+def _least_seconds_per_request(
+    problem: PlacementProblem, estimator: Estimator, machine: InstanceType, degree: int, layer: int, most: int
+) -> float:
+    """Seconds of both phases in one layer, per request, at the best batch of 1 to ``most``."""
+    work = problem.workload
+    batches = np.arange(1, most + 1, dtype=np.float64)
+    seconds = np.zeros_like(batches)
+    for phase, prompt in (("prefill", work.mean_prefill_tokens), ("decode", work.mean_input_tokens)):
+        with_layer, without = estimator.stage_seconds(
+            problem.model,
+            machine,
+            layers=np.array([(layer, layer + 1), (layer, layer)]),
+            tensor_parallel=degree,
+            batch=batches,
+            input_tokens=prompt,
+            output_tokens=work.mean_output_tokens,
+            first=False,
+            last=False,
+            phase="prefill" if phase == "prefill" else "decode",
+        )
+        seconds += with_layer - without
+    return float(np.min(seconds / batches))

@@ -1,0 +1,1 @@
+"""What is asked of the model: request classes, promises, and traces of real traffic."""
