@@ -297,6 +297,9 @@ def predict(
         Own calibration of the GPU.
     schedule : "static", "in_flight" or "closed_loop"
         How sequences follow one another; only "static" is answered yet.
+    estimator : "calibrated" or "paper"
+    gpu_memory_utilization : float
+        As vLLM's flag of that name.
 
     Returns
     -------

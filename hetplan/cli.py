@@ -206,7 +206,8 @@ def estimate(plan: Annotated[Path, typer.Argument(help="Plan file.")], as_json: 
         result = hp.estimate(hp.Plan.load(plan))
         _console.print(
             f"{result.requests_per_s:.3f} req/s, {result.output_tokens_per_s:,.0f} output tokens/s, "
-            f"{result.cost_usd_per_hour:.4f} $/h, {result.usd_per_million_output_tokens:.3f} $ per million output tokens"
+            f"{result.cost_usd_per_hour:.4f} $/h, "
+            f"{result.usd_per_million_output_tokens:.3f} $ per million output tokens"
         )
         return result.model_dump(mode="json")
 

@@ -89,7 +89,7 @@ def replica_table(prediction: ReplicaPrediction) -> RenderableType:
 
 
 def stage_times_figure(plan: Plan) -> Figure:
-    """Seconds that a micro-batch spends in each stage of each pipeline, prefill and decode: the slowest stage limits."""
+    """Seconds of a micro-batch in each stage of each pipeline, prefill and decode: the slowest stage limits."""
     from matplotlib.figure import Figure as NewFigure
 
     problem = plan.problem

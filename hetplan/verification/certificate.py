@@ -35,9 +35,10 @@ def degree_allowed(attention: Attention, tensor_parallel: int) -> bool:
 
 def allowed_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
     """Degrees within one machine that every layer of the model allows."""
+    most = min([machine.gpu_count, *(kind.attention.heads for kind in model.layer_kinds)])
     return [
         degree
-        for degree in range(1, machine.gpu_count + 1)
+        for degree in range(1, most + 1)
         if all(degree_allowed(kind.attention, degree) for kind in model.layer_kinds)
     ]
 

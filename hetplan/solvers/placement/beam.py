@@ -12,7 +12,27 @@ import numpy as np
 from numba import njit
 
 from hetplan.estimator.base import FloatArray
-from hetplan.solvers.placement.tables import IntArray
+from hetplan.solvers.placement.tables import IntArray, StageTables
+
+# Slack on the throughput below which a candidate is dropped early, so that rounding never drops an equal one.
+_ROUNDING = 1e-12
+
+
+def pack_seconds(tables: StageTables) -> tuple[FloatArray, FloatArray]:
+    """The tables as the search walks them: everything of one batch and option side by side.
+
+    Returns
+    -------
+    stage_s : (B + 1, O, 2 K + 8) float
+        Prefill and decode seconds of each layer kind, then of each role's ends.
+    send_s : (B + 1, sends, 2) float
+    """
+    options, _, kinds, batches = tables.layer_s.shape
+    stage_s = np.empty((batches, options, 2 * kinds + 8))
+    for o in range(options):
+        stage_s[:, o, : 2 * kinds] = tables.layer_s[o].swapaxes(0, 1).reshape(2 * kinds, batches).T
+        stage_s[:, o, 2 * kinds :] = tables.end_s[o].reshape(8, batches).T
+    return stage_s, np.ascontiguousarray(np.moveaxis(tables.send_s, 2, 0))
 
 
 @njit(cache=True, error_model="numpy")
@@ -45,6 +65,21 @@ def _capacity(
     return min(int(free // typical), int(limit[option]))
 
 
+@njit(cache=True, error_model="numpy", inline="always")
+def _seconds(
+    stage_s: FloatArray, prefix: IntArray, batch: int, option: int, role: int, low: int, high: int
+) -> tuple[float, float]:
+    """Prefill and decode seconds of a stage, its send apart."""
+    kinds = prefix.shape[1]
+    p = stage_s[batch, option, 2 * kinds + 2 * role]
+    d = stage_s[batch, option, 2 * kinds + 2 * role + 1]
+    for k in range(kinds):
+        n = prefix[high, k] - prefix[low, k]
+        p += n * stage_s[batch, option, 2 * k]
+        d += n * stage_s[batch, option, 2 * k + 1]
+    return p, d
+
+
 @njit(cache=True, error_model="numpy")
 def beam_search(
     width: int,
@@ -58,8 +93,7 @@ def beam_search(
     pool_count: IntArray,
     pool_gpus: IntArray,
     pool_price: FloatArray,
-    layer_s: FloatArray,
-    end_s: FloatArray,
+    stage_s: FloatArray,
     send_s: FloatArray,
     send_index: IntArray,
     room: IntArray,
@@ -88,14 +122,15 @@ def beam_search(
 
     Notes
     -----
-    ``penalty`` is gamma of eq. 7, infinite for hard limits, which complete pipelines must keep.
-    Candidates of equal score keep the order in which they were found, as in the literal algorithm.
+    ``stage_s`` and ``send_s`` are laid out by `pack_seconds`. ``penalty`` is gamma of eq. 7, infinite for
+    hard limits, which complete pipelines must keep.
+    Candidates of equal score keep the order in which they were found, as in the literal algorithm. A
+    candidate is dropped as soon as the stages timed so far show that it cannot enter a full list.
     """
     layers = prefix.shape[0] - 1
-    kinds = prefix.shape[1]
     options = option_pool.size
     pools = pool_count.size
-    top = layer_s.shape[3] - 1
+    top = stage_s.shape[0] - 1
 
     # A candidate is a row: its rank among those of the same (layers placed, stages), and its last stage.
     per_layer = (max_stages + 1) * width
@@ -138,6 +173,10 @@ def beam_search(
                         chain[j, 3] = state[row, 5]
                         end = state[row, 3]
                         row = state[row, 4]
+                    older_batch = -1
+                    older_p = 0.0
+                    older_d = 0.0
+                    older_sum = 0.0
                     for o in range(options):
                         pool = option_pool[o]
                         gpus = option_gpus[o]
@@ -155,33 +194,71 @@ def beam_search(
                         chain[s, 2] = high
                         chain[s, 3] = 1 if s > 0 and in_open and option_pool[chain[s - 1, 0]] == pool else 0
 
-                        # Eq. 5 over the stages of the candidate, with the new batch.
-                        slow_p = 0.0
-                        slow_d = 0.0
-                        sum_both = 0.0
-                        sum_alone = 0.0
-                        for j in range(s + 1):
-                            u = chain[j, 0]
-                            end_role = (1 if j == 0 else 0) + (2 if complete and j == s else 0)
-                            p = end_s[u, end_role, 0, batch]
-                            d = end_s[u, end_role, 1, batch]
-                            alone = end_s[u, end_role, 0, 1]
-                            for k in range(kinds):
-                                n = prefix[chain[j, 2], k] - prefix[chain[j, 1], k]
-                                p += n * layer_s[u, 0, k, batch]
-                                d += n * layer_s[u, 1, k, batch]
-                                alone += n * layer_s[u, 0, k, 1]
-                            if j < s:
-                                send = send_index[option_pool[u], option_pool[chain[j + 1, 0]], chain[j + 1, 3]]
-                                p += send_s[send, 0, batch]
-                                d += send_s[send, 1, batch]
-                                alone += send_s[send, 0, 1]
-                            slow_p = max(slow_p, p)
-                            slow_d = max(slow_d, d)
-                            sum_both += p + d
-                            sum_alone += alone
+                        price = cost[parent] if in_open else cost[parent] + pool_price[pool]
+                        first = high * per_layer + (s + 1) * width
+                        count = found[high, s + 1]
+                        # Less throughput than this, and the candidate cannot beat the last of a full list.
+                        needed = 0.0
+                        if count == width:
+                            needed = score[first + width - 1] * (1.0 - _ROUNDING)
+                            if per_cost:
+                                needed *= price
+
+                        # Eq. 5 over the stages of the candidate, the new one first, with the new batch.
+                        end_role = (1 if s == 0 else 0) + (2 if complete else 0)
+                        slow_p, slow_d = _seconds(stage_s, prefix, batch, o, end_role, low, high)
+                        if (slow_p + slow_d) * needed > batch:
+                            continue
+                        sum_both = slow_p + slow_d
+                        if s > 0:
+                            # All but the last of the older stages take the same time after any new stage.
+                            if batch != older_batch:
+                                older_batch = batch
+                                older_p = 0.0
+                                older_d = 0.0
+                                older_sum = 0.0
+                                for j in range(s - 1):
+                                    p, d = _seconds(
+                                        stage_s,
+                                        prefix,
+                                        batch,
+                                        chain[j, 0],
+                                        1 if j == 0 else 0,
+                                        chain[j, 1],
+                                        chain[j, 2],
+                                    )
+                                    send = send_index[
+                                        option_pool[chain[j, 0]], option_pool[chain[j + 1, 0]], chain[j + 1, 3]
+                                    ]
+                                    p += send_s[batch, send, 0]
+                                    d += send_s[batch, send, 1]
+                                    older_p = max(older_p, p)
+                                    older_d = max(older_d, d)
+                                    older_sum += p + d
+                            j = s - 1
+                            p, d = _seconds(
+                                stage_s, prefix, batch, chain[j, 0], 1 if j == 0 else 0, chain[j, 1], chain[j, 2]
+                            )
+                            send = send_index[option_pool[chain[j, 0]], pool, chain[s, 3]]
+                            p += send_s[batch, send, 0]
+                            d += send_s[batch, send, 1]
+                            slow_p = max(slow_p, p, older_p)
+                            slow_d = max(slow_d, d, older_d)
+                            sum_both += p + d + older_sum
+                            if (slow_p + slow_d) * needed > batch:
+                                continue
                         value = batch / (slow_p + slow_d)
                         if penalty > 0.0:
+                            sum_alone = 0.0
+                            for j in range(s + 1):
+                                end_role = (1 if j == 0 else 0) + (2 if complete and j == s else 0)
+                                p, d = _seconds(stage_s, prefix, 1, chain[j, 0], end_role, chain[j, 1], chain[j, 2])
+                                sum_alone += p
+                                if j < s:
+                                    send = send_index[
+                                        option_pool[chain[j, 0]], option_pool[chain[j + 1, 0]], chain[j + 1, 3]
+                                    ]
+                                    sum_alone += send_s[1, send, 0]
                             ttft = sum_alone if micro_batches else slow_p
                             latency = sum_both if micro_batches else slow_p + slow_d
                             excess = max(ttft / ttft_limit, latency / latency_limit)
@@ -194,14 +271,11 @@ def beam_search(
                                         continue
                                 else:
                                     value *= 1.0 - penalty * excess
-                        price = cost[parent] if in_open else cost[parent] + pool_price[pool]
                         if per_cost:
                             value /= price
 
                         # Keep the best of each multiset of options, and the best ``width`` of those.
                         identity = state[parent, 1] + option_hash[o]
-                        first = high * per_layer + (s + 1) * width
-                        count = found[high, s + 1]
                         at = 0
                         while at < count and state[first + at, 1] != identity:
                             at += 1

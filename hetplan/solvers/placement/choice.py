@@ -37,7 +37,8 @@ def choose_batch(
     most = micro_batch(estimator, sequences_that_fit(problem, estimator, stages), len(stages))
     if most < 1:
         return None
-    batches = np.arange(1, most + 1)
+    largest_only = not estimator.micro_batches and problem.slo is None
+    batches = np.arange(most if largest_only else 1, most + 1)
     values = value_of(problem, pipeline_rates(problem, estimator, stages, batches))
     if estimator.micro_batches:
         best = int(np.argmax(values))

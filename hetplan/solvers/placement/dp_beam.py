@@ -24,12 +24,12 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from hetplan.errors import InvalidInputError, NoSolutionError
-from hetplan.estimator.base import Estimator, make_estimator
+from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.estimator.pipeline import StageShape
 from hetplan.plan import Plan
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution, check_time_limit
-from hetplan.solvers.placement.beam import beam_search
+from hetplan.solvers.placement.beam import beam_search, pack_seconds
 from hetplan.solvers.placement.bound import refuse_infeasible
 from hetplan.solvers.placement.choice import better, choose_batch, cost_of, objective_of
 from hetplan.solvers.placement.tables import IntArray, StageTables, build_tables, stage_options
@@ -40,6 +40,14 @@ _LATENCY_CAPS = (_NO_CAP, 128, 32, 8, 2, 1)
 # Priced by what the hardware could be sold for, so that owned machines do not count as free when pipelines
 # compete for them: dollars an hour per byte/s of memory bandwidth, near an L4's on-demand price.
 _OWNED_USD_PER_HOUR_PER_BANDWIDTH = 2.5e-12
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The tables of the pools that a pipeline may mix, and their seconds packed for the search."""
+
+    tables: StageTables
+    packed: tuple[FloatArray, FloatArray]
 
 
 @dataclass(slots=True)
@@ -94,21 +102,23 @@ class DpBeam:
         problem.refuse_unsupported()
         estimator = make_estimator(problem)
         paper = self.search == "paper"
-        regions = _pools_by_region(problem)
-        options = [stage_options(problem, pools, whole_nodes=paper) for pools in regions]
-        tables = [build_tables(problem, estimator, some) for some in options if some]
+        by_region = _pools_by_region(problem)
+        options = [stage_options(problem, pools, whole_nodes=paper) for pools in by_region]
+        regions = [
+            _Region(t, pack_seconds(t)) for t in (build_tables(problem, estimator, some) for some in options if some)
+        ]
 
         best: Solution | None = None
         scores = (True,) if paper or problem.objective != "throughput" else (True, False)
         for per_cost in scores:
             if best is not None and time.monotonic() > deadline:
                 break
-            extracted = self._extract(problem, estimator, tables, per_cost, deadline)
+            extracted = self._extract(problem, estimator, regions, per_cost, deadline)
             if not extracted.pipelines:
                 continue
             if problem.objective == "cost":
                 _trim(problem, extracted)
-                self._cheapen_last(problem, estimator, tables, extracted)
+                self._cheapen_last(problem, estimator, regions, extracted)
             if problem.objective == "throughput_per_cost" and not paper:
                 _keep_best_ratio(problem, extracted)
             if problem.objective == "cost" and sum(extracted.values) < (problem.workload.requests_per_s or 0.0):
@@ -135,7 +145,7 @@ class DpBeam:
         self,
         problem: PlacementProblem,
         estimator: Estimator,
-        tables: Sequence[StageTables],
+        regions: Sequence[_Region],
         per_cost: bool,
         deadline: float,
     ) -> _Extracted:
@@ -145,7 +155,7 @@ class DpBeam:
         while wanted is None or sum(done.values) < wanted:
             if done.pipelines and time.monotonic() > deadline:
                 break
-            found = [self._best_pipeline(problem, estimator, t, per_cost, done.left) for t in tables]
+            found = [self._best_pipeline(problem, estimator, t, per_cost, done.left) for t in regions]
             candidates = [one for one in found if one is not None]
             if not candidates:
                 break
@@ -158,7 +168,7 @@ class DpBeam:
         return done
 
     def _cheapen_last(
-        self, problem: PlacementProblem, estimator: Estimator, tables: Sequence[StageTables], extracted: _Extracted
+        self, problem: PlacementProblem, estimator: Estimator, regions: Sequence[_Region], extracted: _Extracted
     ) -> None:
         """Replace the last pipeline by the cheapest of one machine type that still meets the demand."""
         pools = problem.cluster.pools
@@ -173,7 +183,7 @@ class DpBeam:
                 if count * pool.offer.billed_usd_per_hour >= best:
                     break
                 left = [count if other == index else 0 for other in range(len(pools))]
-                found = [self._best_pipeline(problem, estimator, t, False, left) for t in tables]
+                found = [self._best_pipeline(problem, estimator, t, False, left) for t in regions]
                 enough = [one for one in found if one is not None and one[1] >= rest]
                 if enough:
                     extracted.pipelines[-1], extracted.values[-1] = enough[0]
@@ -181,13 +191,13 @@ class DpBeam:
                     break
 
     def _best_pipeline(
-        self, problem: PlacementProblem, estimator: Estimator, tables: StageTables, per_cost: bool, left: list[int]
+        self, problem: PlacementProblem, estimator: Estimator, region: _Region, per_cost: bool, left: list[int]
     ) -> tuple[PipelineChoice, float] | None:
         """The beam's pipeline on the machines left, at its best batch; under latency limits, over several caps."""
         limited = problem.slo is not None and (problem.slo.hard or problem.latency_penalty > 0)
         best: tuple[PipelineChoice, float] | None = None
         for cap in _LATENCY_CAPS if limited else (_NO_CAP,):
-            shapes = self._search(problem, estimator, tables, per_cost, left, cap)
+            shapes = self._search(problem, estimator, region, per_cost, left, cap)
             if shapes is None:
                 continue
             choice = choose_batch(problem, estimator, *shapes)
@@ -201,11 +211,12 @@ class DpBeam:
         self,
         problem: PlacementProblem,
         estimator: Estimator,
-        tables: StageTables,
+        region: _Region,
         per_cost: bool,
         left: list[int],
         batch_cap: int,
     ) -> tuple[tuple[StageShape, ...], tuple[str, ...]] | None:
+        tables, packed = region.tables, region.packed
         options = tables.options
         pools = problem.cluster.pools
         machines = {option.pool: option.machine for option in options}
@@ -229,9 +240,7 @@ class DpBeam:
             np.array(left, dtype=np.int64),
             gpus,
             _prices(problem),
-            tables.layer_s,
-            tables.end_s,
-            tables.send_s,
+            *packed,
             tables.send_index,
             tables.room_bytes,
             tables.weight_bytes,

@@ -125,7 +125,7 @@ def build_tables(problem: PlacementProblem, estimator: Estimator, options: list[
             longest_base = _sequence(problem, estimator, option, (0, 0), longest, last=False)
             longest_bytes[o, k] = _sequence(problem, estimator, option, one, longest, last=False) - longest_base
 
-    batches = _batch_axis(room, weights, sequence, end_sequence, limit)
+    batches = _batch_axis(problem, options, room, weights, sequence, end_sequence, limit)
     layer_s = np.full((count, 2, kind_count, batches + 1), np.inf)
     end_s = np.full((count, 4, 2, batches + 1), np.inf)
     axis = np.arange(1, batches + 1, dtype=np.float64)
@@ -192,14 +192,35 @@ def _sequence(
 
 
 def _batch_axis(
-    room: IntArray, weights: IntArray, sequence: FloatArray, end_sequence: FloatArray, limit: IntArray
+    problem: PlacementProblem,
+    options: list[Option],
+    room: IntArray,
+    weights: IntArray,
+    sequence: FloatArray,
+    end_sequence: FloatArray,
+    limit: IntArray,
 ) -> int:
-    """The largest batch that any stage of one layer holds; at least one, so that tables are never empty."""
-    if room.size == 0:
+    """A batch that no pipeline exceeds; at least one, so that tables are never empty.
+
+    A stage holds no more than with one layer alone, and a pipeline of all layers no more than all machines together.
+    """
+    if not options:
         return 1
     smallest = np.maximum(sequence.min(axis=1) + end_sequence.min(axis=1), 1.0)
     largest = (room.max(axis=1) - weights.min(axis=1)) / smallest
-    return max(1, int(np.minimum(np.maximum(largest, 0), limit).max()))
+    most = float(np.minimum(np.maximum(largest, 0), limit).max())
+    degrees = np.array([option.degree for option in options])[:, np.newaxis]
+    counts = np.asarray(problem.model.kind_counts)
+    per_sequence = float((sequence * degrees).min(axis=0) @ counts)
+    if per_sequence > 0:
+        all_weights = float((weights * degrees).min(axis=0) @ counts)
+        all_room = 0.0
+        for pool in {option.pool for option in options}:
+            mine = [o for o, option in enumerate(options) if option.pool == pool]
+            gpus = problem.cluster.pools[pool].count * options[mine[0]].machine.gpu_count
+            all_room += gpus * max(int(room[mine].max()), 0)
+        most = min(most, (all_room - all_weights) / per_sequence)
+    return max(1, int(most))
 
 
 def _send_tables(
@@ -211,6 +232,8 @@ def _send_tables(
     index = np.full((pools, pools, 2), -1, dtype=np.int64)
     rows: list[FloatArray] = []
     seen: dict[tuple[object, ...], int] = {}
+    # Pairs whose links are alike share a row: found by their value at the ends of the axis, then compared whole.
+    alike: dict[tuple[float, ...], list[int]] = {}
     work = problem.workload
     tokens = (work.mean_prefill_tokens, work.mean_input_tokens)
     for a, sender in machines.items():
@@ -232,8 +255,12 @@ def _send_tables(
                             output_tokens=work.mean_output_tokens,
                             phase=phase,
                         )
-                    seen[key] = len(rows)
-                    rows.append(row)
+                    same = alike.setdefault((*row[:, 1].tolist(), *row[:, -1].tolist()), [])
+                    at = next((r for r in same if np.array_equal(rows[r], row)), len(rows))
+                    if at == len(rows):
+                        rows.append(row)
+                        same.append(at)
+                    seen[key] = at
                 index[a, b, int(same_node)] = seen[key]
     stacked = np.stack(rows) if rows else np.zeros((1, 2, axis.size + 1))
     return stacked, index

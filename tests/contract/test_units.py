@@ -1,0 +1,104 @@
+"""A number that leaves a function says its unit in its name, or is on the list of plain numbers."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import hetplan
+from hetplan.base import Frozen
+
+UNITS = (
+    "_s", "_bytes", "_bytes_per_s", "_flops", "_tokens", "_requests_per_s", "_tokens_per_s", "_per_s",
+    "_usd", "_usd_per_hour", "_per_hour", "_bits",
+)  # fmt: skip
+
+# Names whose unit is the whole name.
+UNIT_NAMES = {
+    "requests_per_s", "output_tokens_per_s", "usd_per_million_output_tokens", "tokens", "seconds", "bytes_per_s",
+}  # fmt: skip
+
+# Counts, degrees, sizes of matrices in elements, fractions, indices: numbers that have no unit, or that carry it in
+# another field (an objective, a prediction's value, a violation's, a calibrated quantity's).
+PLAIN = {
+    # fractions and ratios
+    "fraction", "shares", "level", "gap", "percentile", "prefix_cache_hit_rate", "gpu_memory_utilization",
+    "latency_penalty", "relative_spread", "kind_weights",
+    # counts, degrees and indices
+    "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",
+    "micro_batch", "max_batch", "seed", "layer_pattern", "experts", "active_experts", "intra_node_links",
+    "other_parameter_count", "other_embedding_parameter_count", "final_norm_parameter_count",
+    # tokens, as engines call them
+    "max_model_len", "max_num_batched_tokens", "max_position_tokens", "window_tokens",
+    # sizes of matrices, in elements
+    "inputs", "outputs", "granularity", "heads", "kv_heads", "head_dim", "value_head_dim", "kv_latent_size",
+    "kv_lora_rank", "hidden_size", "vocabulary_size", "group_inputs", "group_outputs", "bits",
+    # the unit is in another field, or in the objective's name
+    "objective", "bound", "value", "low", "high", "limit", "band", "shape", "parameters", "requests_per_s_change",
+    "cost_usd_per_hour_change",
+}  # fmt: skip
+
+
+def record_types() -> list[type[Frozen]]:
+    """Every record of the package."""
+    for module in pkgutil.walk_packages(hetplan.__path__, "hetplan."):
+        if module.name != "hetplan.__main__":
+            importlib.import_module(module.name)
+    found: dict[str, type[Frozen]] = {}
+    waiting: list[type[Frozen]] = [Frozen]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            if cls.__module__.startswith("hetplan."):
+                found[f"{cls.__module__}.{cls.__qualname__}"] = cls
+                waiting.append(cls)
+    return [found[name] for name in sorted(found)]
+
+
+def holds_numbers(annotation: Any) -> bool:
+    """Whether a field holds numbers itself, at any depth, records apart."""
+    if annotation is bool or annotation is str:
+        return False
+    if annotation in (int, float):
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return False
+    return any(holds_numbers(part) for part in typing.get_args(annotation) if part is not type(None))
+
+
+def numeric_fields(cls: type[Frozen]) -> Iterator[str]:
+    for name, field in cls.model_fields.items():
+        if holds_numbers(field.annotation):
+            yield name
+
+
+RECORDS = record_types()
+
+
+def test_records_of_every_room_are_found() -> None:
+    names = {cls.__name__ for cls in RECORDS}
+    assert {"Plan", "Stage", "Offer", "Quantity", "ModelSpec", "Workload", "Violation", "ReplicaPrediction"} <= names
+
+
+@pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
+def test_numeric_fields_name_their_unit(cls: type[Frozen]) -> None:
+    unnamed = [n for n in numeric_fields(cls) if not n.endswith(UNITS) and n not in UNIT_NAMES and n not in PLAIN]
+    assert unnamed == [], f"{cls.__name__}: {unnamed} state no unit"
+
+
+def test_the_list_of_plain_numbers_has_no_leftovers() -> None:
+    used = {name for cls in RECORDS for name in numeric_fields(cls)}
+    assert used >= PLAIN
+    assert used >= UNIT_NAMES
+
+
+@pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
+def test_records_are_frozen_and_refuse_unknown_keys(cls: type[Frozen]) -> None:
+    assert cls.model_config.get("frozen") is True
+    assert cls.model_config.get("extra") == "forbid"
+    assert cls.model_config.get("allow_inf_nan") is False

@@ -1,0 +1,141 @@
+"""Degrees that divide heads, layers split into stages, and memory where it lives."""
+
+from __future__ import annotations
+
+import pytest
+from builders import make_cluster, make_machine, make_pool, problem_of, tiny_llama, verified
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hetplan as hp
+from hetplan.estimator.base import make_estimator
+from hetplan.estimator.pipeline import StageShape, even_layers, sequences_that_fit, stage_memories
+from hetplan.solvers.base import solver_names
+from hetplan.units import GIB
+
+WORKLOAD = hp.Workload(input_tokens=763, output_tokens=232)
+
+
+def allowed(heads: int, kv_heads: int, degree: int) -> bool:
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+@given(
+    kv_heads=st.integers(1, 12), groups=st.integers(1, 8), most=st.integers(1, 64)
+)
+@settings(max_examples=60, deadline=None)
+def test_valid_degrees_are_those_that_divide(kv_heads: int, groups: int, most: int) -> None:
+    heads = kv_heads * groups
+    spec = tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    assert spec.valid_tensor_parallel(most) == [d for d in range(1, most + 1) if allowed(heads, kv_heads, d)]
+
+
+def test_qwen2_7b() -> None:
+    assert hp.ModelSpec.get("qwen2-7b").valid_tensor_parallel(28) == [1, 2, 4, 28]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "degree"), [(52, 4, 8), (64, 8, 3), (28, 4, 8), (40, 8, 16), (64, 8, 6)]
+)
+def test_a_degree_that_does_not_divide_is_refused_and_the_valid_ones_listed(
+    heads: int, kv_heads: int, degree: int
+) -> None:
+    spec = tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    valid = spec.valid_tensor_parallel(16)
+    machine = make_machine(gpu_count=16)
+    calibration = hp.Calibration.from_dict(
+        problem_of(spec, make_cluster((machine, make_pool(machine)))).calibrations[0].model_dump()
+    )
+    with pytest.raises(hp.InvalidInputError) as refusal:
+        hp.predict(spec, "L4", tensor_parallel=degree, instance_type=machine, calibration=calibration)
+    assert f"tensor_parallel={degree}" in str(refusal.value)
+    assert str(valid) in str(refusal.value)
+
+
+@pytest.mark.parametrize("solver", solver_names())
+@pytest.mark.parametrize(("heads", "gpus"), [(64, 3), (52, 8), (28, 8), (64, 6), (7, 4)])
+def test_no_plan_has_a_degree_that_does_not_divide(solver: str, heads: int, gpus: int) -> None:
+    spec = tiny_llama(num_attention_heads=heads, num_key_value_heads=1 if heads == 7 else 4, head_dim=32)
+    machine = make_machine(gpu_count=gpus)
+    plan = verified(
+        hp.optimize(
+            model=spec, cluster=make_cluster((machine, make_pool(machine, 2))), workload=WORKLOAD, solver=solver
+        )
+    )
+    degrees = {s.tensor_parallel for p in plan.deployments[0].pipelines for s in p.stages}
+    assert all(heads % degree == 0 for degree in degrees)
+    assert not degrees & {3, 6}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_few_kv_heads_replicate(kv_heads: int, degree: int) -> None:
+    spec = tiny_llama(num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=128)
+    heads_per_gpu = max(1, -(-kv_heads // degree))
+    assert spec.kv_bytes_per_token(degree) == 4 * heads_per_gpu * 128 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [(61, 4, [15, 15, 16, 15]), (94, 4, [23, 24, 24, 23]), (80, 3, [27, 27, 26]), (80, 8, [10] * 8), (5, 5, [1] * 5)],
+)
+def test_even_layers_are_those_of_vllm(layers: int, stages: int, sizes: list[int]) -> None:
+    assert even_layers(layers, stages) == sizes
+
+
+@given(layers=st.integers(1, 200), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_even_layers_are_complete_and_differ_by_at_most_one(layers: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, layers))
+    sizes = even_layers(layers, stages)
+    assert len(sizes) == stages
+    assert sum(sizes) == layers
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1
+
+
+@pytest.mark.parametrize("solver", solver_names())
+@given(
+    layers=st.integers(1, 12),
+    counts=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+    gpus=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_partition_is_complete_disjoint_and_in_order(
+    solver: str, layers: int, counts: tuple[int, int], gpus: tuple[int, int]
+) -> None:
+    machines = [make_machine(f"box{i}", gpu_count=gpus[i]) for i in range(2)]
+    pools = [(m, make_pool(m, c)) for m, c in zip(machines, counts, strict=True) if c > 0]
+    plan = hp.optimize(
+        model=tiny_llama(num_hidden_layers=layers), cluster=make_cluster(*pools), workload=WORKLOAD, solver=solver
+    )
+    for pipeline in plan.deployments[0].pipelines:
+        covered = [layer for stage in pipeline.stages for layer in range(*stage.layers)]
+        assert covered == list(range(layers))
+        assert all(stage.layer_count > 0 for stage in pipeline.stages)
+        used = [(stage.node, gpu) for stage in pipeline.stages for gpu in stage.gpu_indices]
+        assert len(set(used)) == len(used)
+
+
+def test_embedding_and_head_count_where_they_live() -> None:
+    """70B in FP8 on eight L4, even: 9.93 GiB on the end stages against 7.97, less without the embedding's copies."""
+    spec = hp.ModelSpec.get("llama-3.1-70b").with_dtypes(weight_dtype="fp8")
+    problem = problem_of(spec, {"g6.xlarge": 8})
+    machine = problem.cluster.instance_type("g6.xlarge")
+    stages = [StageShape((10 * s, 10 * s + 10), machine, 1, s) for s in range(8)]
+    estimator = make_estimator(problem)
+    weights = [memory.weight_bytes / GIB for memory in stage_memories(problem, estimator, stages)]
+    assert weights[0] == pytest.approx(9.93, abs=0.01)
+    assert weights[-1] == pytest.approx(9.93, abs=0.01)
+    assert weights[1:-1] == pytest.approx([7.97] * 6, abs=0.01)
+    # The stage with least room bounds the sequences of the whole pipeline.
+    rooms = [memory.kv_cache_bytes for memory in stage_memories(problem, estimator, stages)]
+    per_sequence = 10 * (763 + 232) * 2 * 8 * 128 * 2
+    assert min(rooms) < max(rooms)
+    assert sequences_that_fit(problem, estimator, stages) == min(256, min(rooms) // per_sequence)
+
+
+def test_an_engine_with_its_own_limits_is_refused_by_name() -> None:
+    """Stock vLLM runs one degree for all stages; plans within such limits are not there yet, and it says so."""
+    with pytest.raises(hp.UnsupportedFeatureError, match="engine='vllm'"):
+        hp.optimize(model=tiny_llama(), cluster={"g6.xlarge": 1}, workload=WORKLOAD, engine="vllm")

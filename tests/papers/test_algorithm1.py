@@ -1,0 +1,92 @@
+"""The fast search in its paper setting finds what Algorithm 1 finds when written literally."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from literal_algorithm1 import PlacedStage, literal_cluster
+
+import hetplan as hp
+from hetplan.catalog.offers import Cluster
+from hetplan.catalog.tables import get_calibration
+from hetplan.problem.placement import PlacementProblem
+
+CLUSTER_24 = {"g6.12xlarge": 3, "g5.12xlarge": 2, "g6e.xlarge": 4}
+SIZES_76 = {
+    "g4dn": ("xlarge", "12xlarge", "metal"),
+    "g5": ("xlarge", "12xlarge", "48xlarge"),
+    "g6": ("xlarge", "12xlarge", "48xlarge"),
+    "g6e": ("xlarge", "12xlarge", "48xlarge"),
+    "p4d": ("24xlarge",),
+    "p5": ("48xlarge",),
+    "p6-b200": ("48xlarge",),
+}
+CLUSTER_76 = {f"{family}.{size}": 1 for family, sizes in SIZES_76.items() for size in sizes}
+
+# The mean request of the paper's trace.
+WORKLOAD = hp.Workload(input_tokens=763, output_tokens=232)
+
+
+def make_problem(
+    model: str, counts: dict[str, int], workload: hp.Workload = WORKLOAD, estimator: Any = "paper"
+) -> PlacementProblem:
+    cluster = Cluster.from_counts(counts, region="us-west-2")
+    calibrations = tuple(get_calibration(gpu) for gpu in sorted({t.gpu.name for t in cluster.instance_types}))
+    return PlacementProblem(
+        model=hp.ModelSpec.get(model),
+        cluster=cluster,
+        workload=workload,
+        objective="throughput_per_cost",
+        estimator=estimator,
+        calibrations=calibrations,
+        calibration_sha256={c.gpu: c.sha256 for c in calibrations},
+    )
+
+
+def fast_cluster(problem: PlacementProblem, k: int) -> list[tuple[list[PlacedStage], float]]:
+    plan = hp.optimize(problem, solver="dp-beam", search="paper", beam_width=k, time_limit_s=600)
+    return [
+        ([(stage.instance_type, *stage.layers) for stage in p.stages], p.predictions.requests_per_s.value)
+        for p in plan.deployments[0].pipelines
+        for _ in range(p.count)
+    ]
+
+
+def assert_same_pipelines(problem: PlacementProblem, k: int) -> None:
+    literal, evaluations = literal_cluster(problem, k)
+    assert evaluations > 0
+    if not literal:
+        with pytest.raises((hp.InfeasibleError, hp.NoSolutionError)):
+            fast_cluster(problem, k)
+        return
+    fast = fast_cluster(problem, k)
+    assert sorted(stages for stages, _ in fast) == sorted(stages for stages, _ in literal)
+    assert [rate for _, rate in sorted(fast)] == pytest.approx([rate for _, rate in sorted(literal)], rel=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 3, 11])
+@pytest.mark.parametrize("model", ["llama-3.1-70b", "qwen3-32b"])
+def test_the_24_gpus_of_the_paper(model: str, k: int) -> None:
+    assert_same_pipelines(make_problem(model, CLUSTER_24), k)
+
+
+@pytest.mark.slow
+def test_the_76_gpus_of_the_paper() -> None:
+    assert_same_pipelines(make_problem("llama-3.1-70b", CLUSTER_76), 1)
+
+
+@pytest.mark.parametrize("estimator", ["paper", "calibrated"])
+@pytest.mark.parametrize("seed", range(6))
+def test_small_random_clusters(seed: int, estimator: str) -> None:
+    rng = random.Random(seed)
+    names = ["g4dn.xlarge", "g4dn.12xlarge", "g5.xlarge", "g5.12xlarge", "g6.xlarge", "g6.12xlarge", "g6e.xlarge"]
+    counts = {name: rng.randint(1, 3) for name in rng.sample(names, 3)}
+    workload = hp.Workload(input_tokens=rng.randint(16, 2048), output_tokens=rng.randint(2, 512))
+    model = rng.choice(["llama-3.1-8b", "qwen3-8b", "qwen3-32b", "qwen2-7b"])
+    assert_same_pipelines(make_problem(model, counts, workload, estimator), rng.choice([1, 2, 3, 7]))
+
+
+def test_a_cluster_too_small_for_the_model() -> None:
+    assert_same_pipelines(make_problem("llama-3.1-70b", {"g6.xlarge": 2}), 3)
