@@ -87,8 +87,8 @@ def auto() -> None:
                 continue
             taken = seconds(lambda problem=problem: hp.optimize(problem), 2)
             print(
-                f"| {gpus} | {model} | {taken:.2f} | {plan.requests_per_s:.3f} | {plan.bound or 0:.3f} | {plan.gap or 0:.1%} "
-                f"| {plan.cost_usd_per_hour:.2f} |",
+                f"| {gpus} | {model} | {taken:.2f} | {plan.requests_per_s:.3f} | {plan.bound or 0:.3f} "
+                f"| {plan.gap or 0:.1%} | {plan.cost_usd_per_hour:.2f} |",
                 flush=True,
             )
 

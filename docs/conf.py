@@ -28,6 +28,8 @@ autodoc_typehints = "none"
 autodoc_typehints_format = "short"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
+# numpydoc loads autosummary; no page uses it.
+autosummary_generate = False
 
 html_theme = "alabaster"
 html_theme_options = {

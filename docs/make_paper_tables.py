@@ -108,9 +108,7 @@ def measured() -> str:
             ("vLLM, even", {"solver": "even"}, vllm),
         ):
             made = plan(model, "calibrated", **options)
-            predictions = [
-                (p.count, p.predictions.requests_per_s) for d in made.deployments for p in d.pipelines
-            ]
+            predictions = [(p.count, p.predictions.requests_per_s) for d in made.deployments for p in d.pipelines]
             low = sum(count * prediction.low for count, prediction in predictions)
             high = sum(count * prediction.high for count, prediction in predictions)
             rows.append(
@@ -123,7 +121,9 @@ def measured() -> str:
                     f"{made.requests_per_s / value:.2f}",
                 ]
             )
-    return table(["model", "system", "paper measured, req/s", "ours, calibrated", "sum of bands", "ours / measured"], rows)
+    return table(
+        ["model", "system", "paper measured, req/s", "ours, calibrated", "sum of bands", "ours / measured"], rows
+    )
 
 
 def bounds() -> str:

@@ -26,7 +26,13 @@ from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.catalog.model import LayerKind, Linear, ModelSpec
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array
 from hetplan.estimator.communication import all_gather_s, all_reduce_s, boundary_link, group_link, send_s
-from hetplan.estimator.memory import compute_rate, engine_defaults, engine_memory, kv_sequence_bytes
+from hetplan.estimator.memory import (
+    MAX_NUM_SEQS,
+    compute_rate,
+    engine_memory,
+    kv_sequence_bytes,
+    sampler_sequence_bytes,
+)
 from hetplan.estimator.operations import expected_experts
 from hetplan.plan import Stage, StageMemory
 from hetplan.problem.placement import PlacementProblem
@@ -268,16 +274,17 @@ class CalibratedEstimator(LayerwiseEstimator):
         input_tokens: float,
         last: bool,
     ) -> float:
-        """The sequence's KV cache: activations are the engine's, whatever the number of sequences."""
-        return kv_sequence_bytes(model, layers, tensor_parallel, tokens)
+        """The sequence's KV cache, and its part of the sampler on the last stage."""
+        sampler = sampler_sequence_bytes(self.problem, model, instance_type.gpu) if last else 0.0
+        return kv_sequence_bytes(model, layers, tensor_parallel, tokens) + sampler
 
     def decode_steps(self, output_tokens: float) -> float:
         """One less than the tokens: the first comes from prefill."""
         return max(output_tokens - 1.0, 0.0)
 
     def batch_limit(self, instance_type: InstanceType) -> int:
-        """The engine's max_num_seqs."""
-        return self.problem.max_num_seqs or engine_defaults(instance_type.gpu).max_num_seqs
+        """The engine's max_num_seqs, which the plan sets."""
+        return self.problem.max_num_seqs or MAX_NUM_SEQS
 
     def _rates_of(self, model: ModelSpec, machine: InstanceType, degree: int) -> _Rates:
         key = (machine.name, f"{model.compute_dtype}/{model.base_dtype}", degree)

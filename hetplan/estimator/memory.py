@@ -27,6 +27,9 @@ _NON_TORCH_GROUP_BYTES = int(0.42 * GIB)
 _SAMPLER_BYTES = 38.2
 _HIDDEN_COPIES = 1.4
 
+# Most sequences that a plan keeps in flight unless told otherwise: vLLM's largest default.
+MAX_NUM_SEQS = 1024
+
 # vLLM's defaults by GPU memory: GPUs of 70 GiB and more (A100 apart) take larger steps.
 _LARGE_GPU_BYTES = 70 * GIB
 
@@ -93,6 +96,17 @@ def engine_memory(
         activation_bytes=int(peak),
         other_bytes=_NON_TORCH_BYTES + (_NON_TORCH_GROUP_BYTES if tensor_parallel > 1 else 0),
     )
+
+
+def sampler_sequence_bytes(problem: PlacementProblem, model: ModelSpec, gpu: GpuSpec) -> float:
+    """Bytes that one more sequence adds to the sampler on a GPU of the last stage.
+
+    `engine_memory` reserves the sampler at the engine's default for the GPU; where a plan may go beyond it, every
+    sequence is charged, which is a margin for those below.
+    """
+    if problem.max_num_seqs is not None or engine_defaults(gpu).max_num_seqs >= MAX_NUM_SEQS:
+        return 0.0
+    return _SAMPLER_BYTES * model.vocabulary_size
 
 
 def _widest_pair(model: ModelSpec, tensor_parallel: int) -> int:

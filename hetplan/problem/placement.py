@@ -35,7 +35,7 @@ class PlacementProblem(Frozen):
     gpu_memory_utilization : float
         Share of a GPU's memory that the engine may use (vLLM's flag of that name).
     max_num_seqs : int or None
-        Most sequences an engine keeps running; None takes vLLM's default for the GPU.
+        Most sequences an engine keeps running; None lets the plan choose, up to 1,024.
     max_num_batched_tokens : int or None
         Most tokens in one engine step; None takes vLLM's default for the GPU.
     calibrations : tuple of Calibration

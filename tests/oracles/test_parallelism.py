@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetplan as hp
+from hetplan.catalog.tables import get_gpu
 from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import StageShape, even_layers, sequences_that_fit, stage_memories
 from hetplan.solvers.base import solver_names
@@ -42,12 +43,9 @@ def test_a_degree_that_does_not_divide_is_refused_and_the_valid_ones_listed(
 ) -> None:
     spec = tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
     valid = spec.valid_tensor_parallel(16)
-    machine = make_machine(gpu_count=16)
-    calibration = hp.Calibration.from_dict(
-        problem_of(spec, make_cluster((machine, make_pool(machine)))).calibrations[0].model_dump()
-    )
+    machine = make_machine(gpu=get_gpu("L4"), gpu_count=16)
     with pytest.raises(hp.InvalidInputError) as refusal:
-        hp.predict(spec, "L4", tensor_parallel=degree, instance_type=machine, calibration=calibration)
+        hp.predict(spec, "L4", tensor_parallel=degree, instance_type=machine)
     assert f"tensor_parallel={degree}" in str(refusal.value)
     assert str(valid) in str(refusal.value)
 
@@ -55,7 +53,8 @@ def test_a_degree_that_does_not_divide_is_refused_and_the_valid_ones_listed(
 @pytest.mark.parametrize("solver", solver_names())
 @pytest.mark.parametrize(("heads", "gpus"), [(64, 3), (52, 8), (28, 8), (64, 6), (7, 4)])
 def test_no_plan_has_a_degree_that_does_not_divide(solver: str, heads: int, gpus: int) -> None:
-    spec = tiny_llama(num_attention_heads=heads, num_key_value_heads=1 if heads == 7 else 4, head_dim=32)
+    kv_heads = 1 if heads == 7 else 4
+    spec = tiny_llama(num_hidden_layers=16, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32)
     machine = make_machine(gpu_count=gpus)
     plan = verified(
         hp.optimize(
@@ -106,9 +105,13 @@ def test_any_partition_is_complete_disjoint_and_in_order(
 ) -> None:
     machines = [make_machine(f"box{i}", gpu_count=gpus[i]) for i in range(2)]
     pools = [(m, make_pool(m, c)) for m, c in zip(machines, counts, strict=True) if c > 0]
-    plan = hp.optimize(
-        model=tiny_llama(num_hidden_layers=layers), cluster=make_cluster(*pools), workload=WORKLOAD, solver=solver
-    )
+    spec = tiny_llama(num_hidden_layers=layers)
+    try:
+        plan = hp.optimize(model=spec, cluster=make_cluster(*pools), workload=WORKLOAD, solver=solver)
+    except hp.NoSolutionError:
+        # An even pipeline over all machines may have more stages than the model has layers.
+        assert solver == "even"
+        return
     for pipeline in plan.deployments[0].pipelines:
         covered = [layer for stage in pipeline.stages for layer in range(*stage.layers)]
         assert covered == list(range(layers))

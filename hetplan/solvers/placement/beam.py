@@ -52,7 +52,7 @@ def _capacity(
     """Eq. 6 for one stage: sequences in flight that fit, zero when the longest request does not."""
     free = room[option, role]
     typical = end_sequence[option, role]
-    long = 0.0
+    long = end_sequence[option, role]
     for k in range(prefix.shape[1]):
         n = prefix[high, k] - prefix[low, k]
         free -= n * weights[option, k]
