@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.calibration import Calibration
+from hetplan.catalog.engines import get_engine
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster
 from hetplan.errors import UnsupportedFeatureError
@@ -108,6 +109,4 @@ class PlacementProblem(Frozen):
                 "an Slo per query type needs routing between deployments; give one Slo for the problem"
             )
         if self.engine is not None:
-            raise UnsupportedFeatureError(
-                f"engine={self.engine!r}: plans within an engine's limits are not there yet; use engine=None"
-            )
+            get_engine(self.engine)

@@ -7,18 +7,24 @@ tensor-parallel degree) over the batches b that fit, a group of GPUs passes at m
 max_k w_k / r(o, k) weighted layers per second, whatever layers it holds, and a request needs
 sum_k N_k w_k of them. Sends, engine steps, embedding and head only add time, and leaving them out
 keeps the bound a bound.
+
+Two things limit b. A stage of option o that holds a layer of kind k holds no larger batch than a stage of
+that layer alone. And every stage of a pipeline keeps at least b sequences, so at b the machines of the
+whole cluster together must have room for the model's layers once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.model import Attention, ModelSpec
 from hetplan.estimator.base import Estimator
+from hetplan.plan import StageMemory
 from hetplan.problem.placement import PlacementProblem
 
 _ROLES = ((False, False), (True, False), (False, True), (True, True))
@@ -67,8 +73,7 @@ def layer_rate_bound(problem: PlacementProblem, estimator: Estimator, kind_weigh
 
     Notes
     -----
-    Each option takes its own largest batch, the most that a stage of a single layer could hold there. A
-    bound over a larger range of batches is looser, and just as true.
+    A bound over a larger range of batches is looser, and just as true.
     """
     model = problem.model
     counts = [model.layer_pattern.count(kind) for kind in range(len(model.layer_kinds))]
@@ -81,9 +86,11 @@ def layer_rate_bound(problem: PlacementProblem, estimator: Estimator, kind_weigh
         raise ValueError("no layer of the model has a positive weight")
 
     machines = {machine.name: machine for machine in problem.cluster.instance_types}
+    used = {pool.offer.instance_type: machines[pool.offer.instance_type] for pool in problem.cluster.pools}
+    limit = _largest_pipeline_batch(problem, estimator, used)
     rates = {
-        name: _machine_rate(problem, estimator, machines[name], kind_weights) / demanded
-        for name in {pool.offer.instance_type for pool in problem.cluster.pools}
+        name: _machine_rate(problem, estimator, machine, kind_weights, limit) / demanded
+        for name, machine in used.items()
     }
     offered = [
         (rates[pool.offer.instance_type], pool.offer.billed_usd_per_hour, pool.count) for pool in problem.cluster.pools
@@ -107,31 +114,106 @@ def _least_cost(offered: Sequence[tuple[float, float, int]], demand: float) -> f
     return cost if missing <= 0 else math.inf
 
 
-def _machine_rate(
-    problem: PlacementProblem, estimator: Estimator, machine: InstanceType, kind_weights: Sequence[float]
-) -> float:
-    """Weighted layers per second of a machine whose GPUs are split into groups in the best way."""
-    degrees = [degree for degree in allowed_degrees(problem.model, machine) if machine.gpu_count % degree == 0]
-    options = {degree: _group_rate(problem, estimator, machine, degree, kind_weights) for degree in degrees}
-    best = [0.0] * (machine.gpu_count + 1)
-    for gpus in range(1, machine.gpu_count + 1):
-        best[gpus] = max([best[gpus - 1], *(rate + best[gpus - d] for d, rate in options.items() if d <= gpus)])
+def _best_split(gpu_count: int, worth: Mapping[int, float]) -> float:
+    """The most that groups of the given sizes are worth together on ``gpu_count`` GPUs."""
+    best = [0.0] * (gpu_count + 1)
+    for gpus in range(1, gpu_count + 1):
+        best[gpus] = max([best[gpus - 1], *(each + best[gpus - size] for size, each in worth.items() if size <= gpus)])
     return best[-1]
 
 
-def _group_rate(
-    problem: PlacementProblem, estimator: Estimator, machine: InstanceType, degree: int, kind_weights: Sequence[float]
+def _covered_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
+    return [degree for degree in allowed_degrees(model, machine) if machine.gpu_count % degree == 0]
+
+
+def _machine_rate(
+    problem: PlacementProblem,
+    estimator: Estimator,
+    machine: InstanceType,
+    kind_weights: Sequence[float],
+    limit: int,
 ) -> float:
-    """Weighted layers per second of one group: the best over the kinds of layers that fit."""
-    rates = [0.0]
-    for kind, weight in enumerate(kind_weights):
-        if weight == 0 or kind not in problem.model.layer_pattern:
-            continue
-        layer = problem.model.layer_pattern.index(kind)
-        most = _largest_batch(problem, estimator, machine, degree, layer)
-        if most >= 1:
-            rates.append(weight / _least_seconds_per_request(problem, estimator, machine, degree, layer, most))
-    return max(rates)
+    """Weighted layers per second of a machine whose GPUs are split into groups in the best way."""
+    rates = {}
+    for degree in _covered_degrees(problem.model, machine):
+        by_kind = [0.0]
+        for kind, layer in _first_layers(problem.model).items():
+            most = min(limit, _largest_batch(problem, estimator, machine, degree, layer))
+            if most >= 1:
+                least = _least_seconds_per_request(problem, estimator, machine, degree, layer, most)
+                by_kind.append(kind_weights[kind] / least)
+        rates[degree] = max(by_kind)
+    return _best_split(machine.gpu_count, rates)
+
+
+def _first_layers(model: ModelSpec) -> dict[int, int]:
+    """For each kind of layer in the model, the first layer of it."""
+    return {kind: model.layer_pattern.index(kind) for kind in sorted(set(model.layer_pattern))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Bytes of a group's GPU between the ends of a pipeline: room in all, per sequence, and per kind of layer."""
+
+    room: int
+    sequence: float
+    layers: tuple[tuple[int, float], ...]
+
+    def layer_limit(self, batch: int) -> int:
+        """Most layers, each with its weights and the KV cache of ``batch`` sequences."""
+        smallest = min(weight + batch * cached for weight, cached in self.layers)
+        # The slack is for rounding: a stage that fits exactly must not be ruled out.
+        return max(0, math.floor((self.room - batch * self.sequence) / smallest * (1 + 1e-12)))
+
+
+def _largest_pipeline_batch(
+    problem: PlacementProblem, estimator: Estimator, machines: Mapping[str, InstanceType]
+) -> int:
+    """The largest batch at which the cluster's machines have room for all layers of the model."""
+    model = problem.model
+    rooms = {
+        name: {degree: _room(problem, estimator, machine, degree) for degree in _covered_degrees(model, machine)}
+        for name, machine in machines.items()
+    }
+
+    def fits(batch: int) -> bool:
+        held = {
+            name: _best_split(machines[name].gpu_count, {d: room.layer_limit(batch) for d, room in of_degree.items()})
+            for name, of_degree in rooms.items()
+        }
+        return sum(pool.count * held[pool.offer.instance_type] for pool in problem.cluster.pools) >= model.layer_count
+
+    low, high = 0, max(estimator.batch_limit(machine) for machine in machines.values())
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _room(problem: PlacementProblem, estimator: Estimator, machine: InstanceType, degree: int) -> _Room:
+    work = problem.workload
+
+    def bytes_of(layers: tuple[int, int]) -> tuple[StageMemory, float]:
+        memory = estimator.stage_memory(
+            problem.model, machine, layers=layers, tensor_parallel=degree, first=False, last=False
+        )
+        sequence = estimator.sequence_bytes(
+            problem.model,
+            machine,
+            layers=layers,
+            tensor_parallel=degree,
+            tokens=work.mean_input_tokens + work.mean_output_tokens,
+            input_tokens=work.mean_prefill_tokens,
+            last=False,
+        )
+        return memory, sequence
+
+    empty, sequence = bytes_of((0, 0))
+    layers = []
+    for layer in _first_layers(problem.model).values():
+        memory, longer = bytes_of((layer, layer + 1))
+        layers.append((memory.weight_bytes - empty.weight_bytes, longer - sequence))
+    return _Room(room=empty.kv_cache_bytes, sequence=sequence, layers=tuple(layers))
 
 
 def _largest_batch(

@@ -86,6 +86,7 @@ def beam_search(
     max_stages: int,
     per_cost: bool,
     micro_batches: bool,
+    fill_nodes: bool,
     batch_cap: int,
     prefix: IntArray,
     option_pool: IntArray,
@@ -123,7 +124,8 @@ def beam_search(
     Notes
     -----
     ``stage_s`` and ``send_s`` are laid out by `pack_seconds`. ``penalty`` is gamma of eq. 7, infinite for
-    hard limits, which complete pipelines must keep.
+    hard limits, which complete pipelines must keep. With ``fill_nodes`` the stages on a machine follow one another
+    and use the whole of what ``pool_gpus`` grants.
     Candidates of equal score keep the order in which they were found, as in the literal algorithm. A
     candidate is dropped as soon as the stages timed so far show that it cannot enter a full list.
     """
@@ -181,6 +183,15 @@ def beam_search(
                         pool = option_pool[o]
                         gpus = option_gpus[o]
                         in_open = held[parent, pools + pool] >= gpus
+                        if fill_nodes:
+                            # A machine is filled before the next is opened, and none is left half used.
+                            if s > 0:
+                                last = option_pool[chain[s - 1, 0]]
+                                if held[parent, pools + last] > 0 and last != pool:
+                                    continue
+                            free = held[parent, pools + pool] if in_open else pool_gpus[pool]
+                            if complete and free != gpus:
+                                continue
                         if not in_open and held[parent, pool] >= pool_count[pool]:
                             continue
                         evaluations += 1

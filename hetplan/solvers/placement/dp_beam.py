@@ -32,7 +32,7 @@ from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution
 from hetplan.solvers.placement.beam import beam_search, pack_seconds
 from hetplan.solvers.placement.bound import refuse_infeasible
 from hetplan.solvers.placement.choice import better, choose_batch, cost_of, objective_of
-from hetplan.solvers.placement.tables import IntArray, StageTables, build_tables, stage_options
+from hetplan.solvers.placement.tables import IntArray, Option, StageTables, build_tables, stage_options
 
 _NO_CAP = 2**31 - 1
 # Batches at which the beam is run again when latency is limited: a smaller batch is faster.
@@ -48,6 +48,7 @@ class _Region:
 
     tables: StageTables
     packed: tuple[FloatArray, FloatArray]
+    gpus_per_node: int | None = None
 
 
 @dataclass(slots=True)
@@ -102,11 +103,7 @@ class DpBeam:
         problem.refuse_unsupported()
         estimator = make_estimator(problem)
         paper = self.search == "paper"
-        by_region = _pools_by_region(problem)
-        options = [stage_options(problem, pools, whole_nodes=paper) for pools in by_region]
-        regions = [
-            _Region(t, pack_seconds(t)) for t in (build_tables(problem, estimator, some) for some in options if some)
-        ]
+        regions = _regions(problem, estimator, whole_nodes=paper)
 
         best: Solution | None = None
         scores = (True,) if paper or problem.objective != "throughput" else (True, False)
@@ -220,9 +217,12 @@ class DpBeam:
         options = tables.options
         pools = problem.cluster.pools
         machines = {option.pool: option.machine for option in options}
-        gpus = np.array([machines[p].gpu_count if p in machines else 0 for p in range(len(pools))], dtype=np.int64)
+        granted = {p: region.gpus_per_node or machine.gpu_count for p, machine in machines.items()}
+        gpus = np.array([granted.get(p, 0) for p in range(len(pools))], dtype=np.int64)
         whole = self.search == "paper"
-        most = sum(left[p] * (1 if whole else machines[p].gpu_count) for p in machines)
+        most = sum(left[p] * (1 if whole else granted[p]) for p in machines)
+        if most == 0:
+            return None
         limit = self.max_stages or (most if whole else 16)
         stages = max(1, min(most, limit, problem.model.layer_count))
         slo = problem.slo
@@ -233,6 +233,7 @@ class DpBeam:
             stages,
             per_cost,
             estimator.micro_batches,
+            region.gpus_per_node is not None,
             batch_cap,
             tables.prefix,
             np.array([option.pool for option in options], dtype=np.int64),
@@ -257,11 +258,11 @@ class DpBeam:
         )
         if score == -math.inf:
             return None
-        return _shapes(problem, tables, found)
+        return _shapes(problem, tables, found, granted)
 
 
 def _shapes(
-    problem: PlacementProblem, tables: StageTables, found: IntArray
+    problem: PlacementProblem, tables: StageTables, found: IntArray, granted: dict[int, int]
 ) -> tuple[tuple[StageShape, ...], tuple[str, ...]]:
     """Stages with the machines they open: a stage joins the open machine of its pool where it fits."""
     stops = [*found[1:, 1].tolist(), problem.model.layer_count]
@@ -272,11 +273,46 @@ def _shapes(
         option = tables.options[index]
         node, free = open_node.get(option.pool, (-1, 0))
         if free < option.degree:
-            node, free = len(nodes), option.machine.gpu_count
+            node, free = len(nodes), granted[option.pool]
             nodes.append(option.pool)
         open_node[option.pool] = (node, free - option.degree)
         stages.append(StageShape((start, stop), option.machine, option.degree, node))
     return tuple(stages), tuple(problem.cluster.pools[pool].offer.name for pool in nodes)
+
+
+def _regions(problem: PlacementProblem, estimator: Estimator, *, whole_nodes: bool) -> list[_Region]:
+    """What pipelines may be made of: one entry per region, and within an engine's limits per way to keep them."""
+    regions = []
+    for pools in _pools_by_region(problem):
+        options = stage_options(problem, pools, whole_nodes=whole_nodes)
+        for chosen, gpus in _within_limits(problem, options):
+            tables = build_tables(problem, estimator, chosen)
+            regions.append(_Region(tables, pack_seconds(tables), gpus))
+    return regions
+
+
+def _within_limits(problem: PlacementProblem, options: list[Option]) -> list[tuple[list[Option], int | None]]:
+    """Sets of options from which every pipeline keeps the engine's limits, with the GPUs that each node grants.
+
+    One degree, one number of GPUs per node and one number format each; without an engine all options are one set.
+    """
+    if problem.engine is None:
+        return [(options, None)] if options else []
+    sets: list[tuple[list[Option], int | None]] = []
+    formats = sorted({o.machine.gpu.runs_as(problem.model.compute_dtype) for o in options})
+    for gpus in sorted({o.machine.gpu_count for o in options} | {o.degree for o in options}):
+        for degree in sorted({o.degree for o in options if gpus % o.degree == 0}):
+            for dtype in formats:
+                chosen = [
+                    o
+                    for o in options
+                    if o.degree == degree
+                    and o.machine.gpu_count >= gpus
+                    and o.machine.gpu.runs_as(problem.model.compute_dtype) == dtype
+                ]
+                if chosen:
+                    sets.append((chosen, gpus))
+    return sets
 
 
 def _pools_by_region(problem: PlacementProblem) -> list[list[int]]:

@@ -1,0 +1,102 @@
+"""What each engine version can run, as data: solvers plan within it, launching refuses what breaks it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hetplan.base import Frozen
+from hetplan.errors import UnknownNameError
+
+LimitName = Literal["one-tensor-parallel-degree", "equal-gpus-per-node", "consecutive-stages-per-node", "one-dtype"]
+
+LIMITS: dict[LimitName, str] = {
+    "one-tensor-parallel-degree": "every stage of a pipeline has the same tensor-parallel degree",
+    "equal-gpus-per-node": "every node of a pipeline gives it the same number of GPUs",
+    "consecutive-stages-per-node": "the stages on a node follow one another",
+    "one-dtype": "every stage computes in the same number format",
+}
+
+
+class EngineProfile(Frozen):
+    """An engine version.
+
+    Attributes
+    ----------
+    limits : tuple of str
+        Names in `LIMITS` that a pipeline must keep.
+    flags, variables : tuple of str
+        Command-line flags and environment variables that launch scripts may use.
+    checked : "run" or "not run"
+        Whether scripts for this version have started real servers in the tests, or their flags were only
+        compared with the published package.
+    """
+
+    name: str
+    version: str
+    limits: tuple[LimitName, ...]
+    flags: tuple[str, ...]
+    variables: tuple[str, ...]
+    checked: Literal["run", "not run"]
+    source: str
+
+
+_VLLM_FLAGS = (
+    "--host",
+    "--port",
+    "--served-model-name",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--headless",
+    "--dtype",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--kv-cache-memory-bytes",
+    "--shutdown-timeout",
+    "--distributed-executor-backend",
+    "--enforce-eager",
+)
+_VLLM_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_HOST_IP", "VLLM_API_KEY")
+
+ENGINES: dict[str, EngineProfile] = {
+    profile.name: profile
+    for profile in (
+        EngineProfile(
+            name="vllm-0.32",
+            version="0.32.0",
+            limits=tuple(LIMITS),
+            flags=_VLLM_FLAGS,
+            variables=_VLLM_VARIABLES,
+            checked="run",
+            source="vLLM 0.32.0: vllm/engine/arg_utils.py, vllm/envs.py, vllm/v1/executor/multiproc_executor.py",
+        ),
+        EngineProfile(
+            name="vllm-0.33",
+            version="0.33.0",
+            limits=tuple(LIMITS),
+            flags=_VLLM_FLAGS,
+            variables=_VLLM_VARIABLES,
+            checked="not run",
+            source="vLLM 0.33.0, published wheel: vllm/engine/arg_utils.py, vllm/envs.py",
+        ),
+    )
+}
+
+
+def get_engine(name: str) -> EngineProfile:
+    """The profile of an engine version.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is none of that name.
+    """
+    if name not in ENGINES:
+        raise UnknownNameError("engine", name, ENGINES, "engine=None plans without an engine's limits.")
+    return ENGINES[name]
