@@ -73,9 +73,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def estimated() -> str:
-    """Both estimators x all searches x both models."""
-    rows = []
+    """Both estimators x all searches, a table for each model."""
+    parts = []
     for title, model in MODELS.items():
+        rows = []
         for estimator in ("paper", "calibrated"):
             for search, options in SEARCHES:
                 made = plan(model, estimator, **options)
@@ -84,7 +85,6 @@ def estimated() -> str:
                 literal = estimator == "paper" and options.get("search") == "paper"
                 rows.append(
                     [
-                        title,
                         estimator,
                         search,
                         f"{sum(each):.3f}",
@@ -94,8 +94,9 @@ def estimated() -> str:
                         f"{given:.3f}" if literal and given is not None else "",
                     ]
                 )
-    head = ["model", "estimator", "search", "req/s", "pipelines", "req/s of each", "$/h", "paper's estimate"]
-    return table(head, rows)
+        head = ["estimator", "search", "req/s", "pipelines", "req/s of each", "$/h", "paper's estimate"]
+        parts.append(f"{title}, where the paper has {PAPER_PIPELINES[title]} pipelines:\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
 
 
 def measured() -> str:

@@ -240,10 +240,17 @@ class ModelSpec(Frozen):
         """Layers of each kind."""
         return self.kind_counts_in(0, self.layer_count)
 
+    @cached_property
+    def kind_prefix(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each kind before each layer, and before the end: a range of layers is a difference of two rows."""
+        rows = [(0,) * len(self.layer_kinds)]
+        for kind in self.layer_pattern:
+            rows.append(tuple(n + (k == kind) for k, n in enumerate(rows[-1])))
+        return tuple(rows)
+
     def kind_counts_in(self, start: int, stop: int) -> tuple[int, ...]:
         """Layers of each kind among ``start <= layer < stop``."""
-        part = self.layer_pattern[start:stop]
-        return tuple(part.count(kind) for kind in range(len(self.layer_kinds)))
+        return tuple(b - a for a, b in zip(self.kind_prefix[start], self.kind_prefix[stop], strict=True))
 
     @property
     def parameter_count(self) -> int:

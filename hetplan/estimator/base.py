@@ -180,9 +180,12 @@ class LayerwiseEstimator(ABC):
             "output_tokens": output_tokens,
             "phase": phase,
         }
-        total = np.tile(self.end_seconds(model, instance_type, first=first, last=last, **shared), (len(counts), 1))
-        for kind in np.flatnonzero(counts.any(axis=0)).tolist():
-            total += np.outer(counts[:, kind], self.layer_seconds(model, kind, instance_type, **shared))
+        ends = self.end_seconds(model, instance_type, first=first, last=last, **shared)
+        total = np.repeat(ends[np.newaxis, :], len(counts), axis=0)
+        for kind in range(len(model.layer_kinds)):
+            if counts[:, kind].any():
+                seconds = self.layer_seconds(model, kind, instance_type, **shared)
+                total += counts[:, kind, np.newaxis] * seconds
         return total
 
     def machine(self, stage: Stage) -> InstanceType:
@@ -206,23 +209,19 @@ def batch_array(batch: ArrayLike) -> FloatArray:
 
 def kind_counts(model: ModelSpec, layers: ArrayLike) -> NDArray[np.int64]:
     """(L, K) layers of each kind in each range; ``layers`` as in `Estimator`."""
+    if isinstance(layers, tuple) and len(layers) == 2:
+        layers = [layers]
     given = np.asarray(layers, dtype=np.int64)
-    if given.ndim == 1 and given.size == 2 and isinstance(layers, tuple):
-        given = given[np.newaxis, :]
     if given.ndim == 1:
         if len(model.layer_kinds) > 1:
             raise InvalidInputError(
                 f"{model.name} has {len(model.layer_kinds)} kinds of layers: give (start, stop) ranges, not counts"
             )
         given = np.stack([np.zeros_like(given), given], axis=1)
-    low, high = given[:, 0], given[:, 1]
-    if np.any(low < 0) or np.any(high < low) or np.any(high > model.layer_count):
-        raise InvalidInputError(f"layer ranges must lie in 0..{model.layer_count}, start <= stop; got {given.tolist()}")
-    pattern = np.asarray(model.layer_pattern)
-    prefix = np.zeros((model.layer_count + 1, len(model.layer_kinds)), dtype=np.int64)
-    for kind in range(len(model.layer_kinds)):
-        np.cumsum(pattern == kind, out=prefix[1:, kind])
-    return np.asarray(prefix[high] - prefix[low], dtype=np.int64)
+    ranges = given.tolist()
+    if any(not 0 <= low <= high <= model.layer_count for low, high in ranges):
+        raise InvalidInputError(f"layer ranges must lie in 0..{model.layer_count}, start <= stop; got {ranges}")
+    return np.array([model.kind_counts_in(low, high) for low, high in ranges], dtype=np.int64)
 
 
 def sum_over_layers(model: ModelSpec, layers: tuple[int, int], per_kind: Sequence[float]) -> float:

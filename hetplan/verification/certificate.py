@@ -81,7 +81,7 @@ def layer_rate_bound(problem: PlacementProblem, estimator: Estimator, kind_weigh
         raise ValueError(f"{len(kind_weights)} weights for {len(counts)} kinds of layers")
     if not all(math.isfinite(weight) and weight >= 0 for weight in kind_weights):
         raise ValueError(f"weights must be finite and non-negative, got {list(kind_weights)}")
-    demanded = math.fsum(count * weight for count, weight in zip(counts, kind_weights, strict=True))
+    demanded = _weighted(counts, kind_weights)
     if demanded <= 0:
         raise ValueError("no layer of the model has a positive weight")
 
@@ -100,6 +100,10 @@ def layer_rate_bound(problem: PlacementProblem, estimator: Estimator, kind_weigh
     if problem.objective == "throughput_per_cost":
         return max((rate / price if price > 0 else math.inf) for rate, price, _ in offered)
     return _least_cost(offered, problem.workload.requests_per_s or 0.0)
+
+
+def _weighted(counts: Sequence[int], weights: Sequence[float]) -> float:
+    return math.fsum(count * weight for count, weight in zip(counts, weights, strict=True))
 
 
 def _least_cost(offered: Sequence[tuple[float, float, int]], demand: float) -> float:
@@ -153,35 +157,53 @@ def _first_layers(model: ModelSpec) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Bytes of a group's GPU between the ends of a pipeline: room in all, per sequence, and per kind of layer."""
+    """Bytes of a group's GPU between the ends of a pipeline: in all, per sequence, and for each kind of layer."""
 
-    room: int
-    sequence: float
-    layers: tuple[tuple[int, float], ...]
+    total: int
+    per_sequence: float
+    weights: tuple[int, ...]
+    cached_per_sequence: tuple[float, ...]
 
-    def layer_limit(self, batch: int) -> int:
-        """Most layers, each with its weights and the KV cache of ``batch`` sequences."""
-        smallest = min(weight + batch * cached for weight, cached in self.layers)
+    def layer_costs(self, batch: int) -> list[float]:
+        """Bytes of one layer of each kind with the KV cache of ``batch`` sequences."""
+        return [w + batch * cached for w, cached in zip(self.weights, self.cached_per_sequence, strict=True)]
+
+    def held(self, batch: int, values: Sequence[float]) -> float:
+        """The most that layers on this group are worth together, at a value for each kind."""
         # The slack is for rounding: a stage that fits exactly must not be ruled out.
-        return max(0, math.floor((self.room - batch * self.sequence) / smallest * (1 + 1e-12)))
+        room = max(0.0, self.total - batch * self.per_sequence) * (1 + 1e-12)
+        costs = self.layer_costs(batch)
+        if len(costs) == 1:
+            return values[0] * math.floor(room / costs[0])
+        return room * max(value / cost for value, cost in zip(values, costs, strict=True))
 
 
 def _largest_pipeline_batch(
     problem: PlacementProblem, estimator: Estimator, machines: Mapping[str, InstanceType]
 ) -> int:
-    """The largest batch at which the cluster's machines have room for all layers of the model."""
+    """The largest batch at which the cluster's machines have room for all layers of the model.
+
+    Whatever layers are valued at, those of the model are worth no more than all that the groups can hold. Values in
+    proportion to the bytes on one of the options say most.
+    """
     model = problem.model
+    counts = [model.layer_pattern.count(kind) for kind in _first_layers(model)]
     rooms = {
         name: {degree: _room(problem, estimator, machine, degree) for degree in _covered_degrees(model, machine)}
         for name, machine in machines.items()
     }
+    options = [room for by_degree in rooms.values() for room in by_degree.values()]
 
     def fits(batch: int) -> bool:
+        scales = [option.layer_costs(batch) for option in options] if len(counts) > 1 else [[1.0]]
+        return all(worth_held(batch, values) >= _weighted(counts, values) for values in scales)
+
+    def worth_held(batch: int, values: Sequence[float]) -> float:
         held = {
-            name: _best_split(machines[name].gpu_count, {d: room.layer_limit(batch) for d, room in of_degree.items()})
-            for name, of_degree in rooms.items()
+            name: _best_split(machines[name].gpu_count, {d: room.held(batch, values) for d, room in by_degree.items()})
+            for name, by_degree in rooms.items()
         }
-        return sum(pool.count * held[pool.offer.instance_type] for pool in problem.cluster.pools) >= model.layer_count
+        return math.fsum(pool.count * held[pool.offer.instance_type] for pool in problem.cluster.pools)
 
     low, high = 0, max(estimator.batch_limit(machine) for machine in machines.values())
     while low < high:
@@ -208,12 +230,14 @@ def _room(problem: PlacementProblem, estimator: Estimator, machine: InstanceType
         )
         return memory, sequence
 
-    empty, sequence = bytes_of((0, 0))
-    layers = []
-    for layer in _first_layers(problem.model).values():
-        memory, longer = bytes_of((layer, layer + 1))
-        layers.append((memory.weight_bytes - empty.weight_bytes, longer - sequence))
-    return _Room(room=empty.kv_cache_bytes, sequence=sequence, layers=tuple(layers))
+    empty, per_sequence = bytes_of((0, 0))
+    single = [bytes_of((layer, layer + 1)) for layer in _first_layers(problem.model).values()]
+    return _Room(
+        total=empty.kv_cache_bytes,
+        per_sequence=per_sequence,
+        weights=tuple(memory.weight_bytes - empty.weight_bytes for memory, _ in single),
+        cached_per_sequence=tuple(longer - per_sequence for _, longer in single),
+    )
 
 
 def _largest_batch(

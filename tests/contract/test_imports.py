@@ -114,12 +114,16 @@ def _takes_version_only(module: str) -> bool:
         if isinstance(node, ast.ImportFrom) and node.module == "hetplan"
         for alias in node.names
     ]
-    plain = [a for n in ast.walk(source_of(module)) if isinstance(n, ast.Import) for a in n.names if a.name == "hetplan"]
+    plain = [
+        a for n in ast.walk(source_of(module)) if isinstance(n, ast.Import) for a in n.names if a.name == "hetplan"
+    ]
     return names == ["__version__"] and not plain
 
 
 def test_the_foundation_has_no_cycle() -> None:
-    left = {f"hetplan.{room}": {n for n in imports_of(f"hetplan.{room}") if room_of(n) in FOUNDATION} for room in FOUNDATION}
+    left = {
+        f"hetplan.{room}": {n for n in imports_of(f"hetplan.{room}") if room_of(n) in FOUNDATION} for room in FOUNDATION
+    }
     while left:
         free = [name for name, needed in left.items() if not needed & left.keys()]
         assert free, f"a cycle among {sorted(left)}"

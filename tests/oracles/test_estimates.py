@@ -55,7 +55,11 @@ def test_a_plan_spreads_the_rest_over_the_tokens_after_the_first(solver: str, ou
 def loosest(objective: str, solver: str) -> dict[str, float]:
     """The slowest latencies of the plan without limits."""
     plan = hp.optimize(
-        model="llama-3.1-8b", cluster=MIXED, workload=RATED, objective=objective, solver=solver  # type: ignore[arg-type]
+        model="llama-3.1-8b",
+        cluster=MIXED,
+        workload=RATED,
+        objective=objective,
+        solver=solver,  # type: ignore[arg-type]
     )
     predictions = [p.predictions for p in plan.deployments[0].pipelines]
     return {

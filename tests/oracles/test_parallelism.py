@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from builders import make_cluster, make_machine, make_pool, problem_of, tiny_llama, verified
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetplan as hp
+from hetplan.catalog.engines import ENGINES
 from hetplan.catalog.tables import get_gpu
 from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import StageShape, even_layers, sequences_that_fit, stage_memories
@@ -21,9 +25,7 @@ def allowed(heads: int, kv_heads: int, degree: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-@given(
-    kv_heads=st.integers(1, 12), groups=st.integers(1, 8), most=st.integers(1, 64)
-)
+@given(kv_heads=st.integers(1, 12), groups=st.integers(1, 8), most=st.integers(1, 64))
 @settings(max_examples=60, deadline=None)
 def test_valid_degrees_are_those_that_divide(kv_heads: int, groups: int, most: int) -> None:
     heads = kv_heads * groups
@@ -35,9 +37,7 @@ def test_qwen2_7b() -> None:
     assert hp.ModelSpec.get("qwen2-7b").valid_tensor_parallel(28) == [1, 2, 4, 28]
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "degree"), [(52, 4, 8), (64, 8, 3), (28, 4, 8), (40, 8, 16), (64, 8, 6)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(52, 4, 8), (64, 8, 3), (28, 4, 8), (40, 8, 16), (64, 8, 6)])
 def test_a_degree_that_does_not_divide_is_refused_and_the_valid_ones_listed(
     heads: int, kv_heads: int, degree: int
 ) -> None:
@@ -134,11 +134,44 @@ def test_embedding_and_head_count_where_they_live() -> None:
     # The stage with least room bounds the sequences of the whole pipeline.
     rooms = [memory.kv_cache_bytes for memory in stage_memories(problem, estimator, stages)]
     per_sequence = 10 * (763 + 232) * 2 * 8 * 128 * 2
-    assert min(rooms) < max(rooms)
-    assert sequences_that_fit(problem, estimator, stages) == min(256, min(rooms) // per_sequence)
+    fits = sequences_that_fit(problem, estimator, stages)
+    assert 0 < fits <= min(rooms) // per_sequence < max(rooms) // per_sequence
 
 
-def test_an_engine_with_its_own_limits_is_refused_by_name() -> None:
-    """Stock vLLM runs one degree for all stages; plans within such limits are not there yet, and it says so."""
-    with pytest.raises(hp.UnsupportedFeatureError, match="engine='vllm'"):
+# ---- what stock engines run
+
+
+MIXED = {"g6.12xlarge": 1, "g6e.xlarge": 2, "g5.xlarge": 1, "g4dn.12xlarge": 1}
+
+
+@pytest.mark.parametrize("objective", ["throughput", "throughput_per_cost", "cost"])
+@pytest.mark.parametrize("solver", solver_names())
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_plan_for_an_engine_keeps_its_limits(engine: str, solver: str, objective: Any) -> None:
+    """Stock vLLM runs one degree, one number format and as many GPUs on every node of a pipeline."""
+    workload = hp.Workload(input_tokens=763, output_tokens=232, requests_per_s=1)
+    plan = verified(
+        hp.optimize(
+            model="qwen2.5-14b", cluster=MIXED, workload=workload, engine=engine, solver=solver, objective=objective
+        )
+    )
+    for pipeline in plan.deployments[0].pipelines:
+        stages = pipeline.stages
+        assert len({stage.tensor_parallel for stage in stages}) == 1
+        assert len({stage.compute_dtype for stage in stages}) == 1
+        per_node = Counter(stage.node for stage in stages for _ in stage.gpu_indices)
+        assert len(set(per_node.values())) == 1
+        nodes = [stage.node for stage in stages]
+        assert nodes == sorted(nodes), "the stages on a node follow one another"
+
+
+def test_without_an_engine_degrees_may_differ() -> None:
+    """The limits are what keeps them equal: this cluster's best plan mixes degrees."""
+    plan = verified(hp.optimize(model="llama-3.1-70b", cluster={"g6e.xlarge": 4, "g5.12xlarge": 1}, workload=WORKLOAD))
+    degrees = [{stage.tensor_parallel for stage in p.stages} for p in plan.deployments[0].pipelines]
+    assert any(len(some) > 1 for some in degrees)
+
+
+def test_an_unknown_engine_lists_the_known() -> None:
+    with pytest.raises(hp.UnknownNameError, match=r"vllm-0\.32"):
         hp.optimize(model=tiny_llama(), cluster={"g6.xlarge": 1}, workload=WORKLOAD, engine="vllm")

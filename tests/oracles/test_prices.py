@@ -45,7 +45,13 @@ def test_a_price_is_positive(market: str, price: float) -> None:
 
 @pytest.mark.parametrize("price", [0, -2])
 def test_a_price_in_a_mapping_or_file_is_positive(price: float, tmp_path: Path) -> None:
-    entry = {"instance_type": "g6.xlarge", "count": 1, "market": "on_demand", "region": "x", "price_usd_per_hour": price}
+    entry = {
+        "instance_type": "g6.xlarge",
+        "count": 1,
+        "market": "on_demand",
+        "region": "x",
+        "price_usd_per_hour": price,
+    }
     with pytest.raises(hp.InvalidInputError, match="price_usd_per_hour"):
         cluster_from_dict({"offers": [entry]})
     table = tmp_path / "offers.csv"

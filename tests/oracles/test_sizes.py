@@ -79,9 +79,7 @@ def test_any_spelling_of_a_mixture_is_read(count_key: str, own_size: bool) -> No
     assert spec.active_parameter_count == dense.parameter_count + 4 * (expert + router)
 
 
-@pytest.mark.parametrize(
-    ("weights", "kv"), list(itertools.product(["bf16", "fp8", "int8", "int4"], ["bf16", "fp8"]))
-)
+@pytest.mark.parametrize(("weights", "kv"), list(itertools.product(["bf16", "fp8", "int8", "int4"], ["bf16", "fp8"])))
 def test_dtypes_are_independent(weights: Any, kv: Any) -> None:
     spec = tiny_llama().with_dtypes(weight_dtype=weights, kv_dtype=kv)
     assert spec.kv_bytes_per_token() == tiny_llama().kv_bytes_per_token() // (1 if kv == "bf16" else 2)

@@ -151,10 +151,7 @@ def build_tables(problem: PlacementProblem, estimator: Estimator, options: list[
                 if role == 0:
                     layer_s[o, p, :, 1:] = seconds[1:] - seconds[0]
     send_s, send_index = _send_tables(problem, estimator, options, axis)
-    pattern = np.asarray(model.layer_pattern)
-    prefix = np.zeros((model.layer_count + 1, kind_count), dtype=np.int64)
-    for k in kinds:
-        np.cumsum(pattern == k, out=prefix[1:, k])
+    prefix = np.array(model.kind_prefix, dtype=np.int64)
     return StageTables(
         options=tuple(options),
         prefix=prefix,

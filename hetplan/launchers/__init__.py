@@ -1,0 +1,1 @@
+"""From a plan to files that start it: one module per target."""

@@ -1,0 +1,1 @@
+"""What runs beside or inside the engines."""
