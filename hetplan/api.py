@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from hetplan.catalog.calibration import Calibration
+from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
 from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster, Market
 from hetplan.catalog.tables import (
-    cluster_from_dict,
-    cluster_from_file,
     default_instance_type,
     get_calibration,
     get_instance_type,
+    gpu_name,
+    list_instance_types,
 )
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.prediction import PlanEstimate, ReplicaPrediction, Schedule, estimate_plan, predict_replica
@@ -206,7 +207,13 @@ def resolve_cluster(
         if any(isinstance(value, (Mapping, list, tuple)) for value in cluster.values()):
             return cluster_from_dict({"region": region, "market": market, "provider": provider, **cluster})
         return Cluster.from_counts(cluster, region=region, market=market, provider=provider)
-    return cluster_from_file(cluster)
+    if isinstance(cluster, (str, Path)):
+        if isinstance(cluster, str) and cluster in list_instance_types():
+            raise InvalidInputError(f"cluster={cluster!r} names one machine; say how many: {{{cluster!r}: 1}}")
+        return cluster_from_file(cluster)
+    raise InvalidInputError(
+        f"cluster is a mapping such as {{'g6.12xlarge': 3}}, a file or a Cluster, got {type(cluster).__name__}"
+    )
 
 
 def _dtype(name: str | None) -> Dtype | None:
@@ -318,6 +325,8 @@ def predict(
         machine = get_instance_type(instance_type)
     else:
         machine = instance_type or default_instance_type(gpu)
+    if instance_type is not None and machine.gpu.name != gpu and machine.gpu.name != gpu_name(gpu):
+        raise InvalidInputError(f"{machine.name} has {machine.gpu.name} GPUs, not {gpu}; change one of the two")
     return predict_replica(
         spec,
         machine,

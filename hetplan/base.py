@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hetplan.errors import HetplanError, InvalidInputError
+from hetplan.errors import InvalidInputError
 
 _SHOWN_VALUE_LENGTH = 80
 
@@ -49,10 +49,18 @@ class Frozen(BaseModel):
 def explain(error: ValidationError, subject: str) -> InvalidInputError:
     """Turn pydantic's report into one line per fault: where, what was given, what is allowed."""
     lines = []
-    for fault in error.errors(include_url=False):
+    faults = error.errors(include_url=False)
+    if len(faults) > 1:
+        # "too short after validation" only repeats that an item was refused.
+        faults = [fault for fault in faults if fault["type"] != "too_short"]
+    for fault in faults:
         cause = fault.get("ctx", {}).get("error")
-        if isinstance(cause, HetplanError) and len(error.errors()) == 1 and isinstance(cause, InvalidInputError):
-            return cause
+        if isinstance(cause, InvalidInputError):
+            # A record inside this one has explained itself already.
+            if len(faults) == 1:
+                return cause
+            lines.append(str(cause))
+            continue
         where = ".".join([subject, *(str(part) for part in fault["loc"])])
         message = fault["msg"].removeprefix("Value error, ")
         given = repr(fault["input"])

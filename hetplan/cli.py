@@ -29,6 +29,9 @@ _console = Console(stderr=True, markup=False, highlight=False)
 if not _console.is_terminal:
     _console = Console(stderr=True, markup=False, highlight=False, width=100)
 
+# An unknown option, a missing argument, a value of the wrong type: wherever this typer keeps the class.
+_USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[1]
+
 Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout.")]
 
 
@@ -55,17 +58,20 @@ def optimize(
     problem: Annotated[Path | None, typer.Argument(help="Problem file (YAML).", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Model name, Hugging Face id or config.json.")] = None,
     machine: Annotated[list[str] | None, typer.Option(help="TYPE=COUNT; repeat for each machine type.")] = None,
-    region: Annotated[str, typer.Option(help="Region of the machines.")] = "us-west-2",
-    market: Annotated[str, typer.Option(help="on_demand or spot.")] = "on_demand",
-    provider: Annotated[str, typer.Option(help="Cloud provider.")] = "aws",
-    input_tokens: Annotated[float, typer.Option(help="Mean prompt tokens.")] = 763,
-    output_tokens: Annotated[float, typer.Option(help="Mean output tokens.")] = 232,
-    requests_per_s: Annotated[float | None, typer.Option(help="Demand; needed by objective cost.")] = None,
+    region: Annotated[str | None, typer.Option(help="Region of --machine; us-west-2.")] = None,
+    market: Annotated[str | None, typer.Option(help="on_demand or spot, of --machine; on_demand.")] = None,
+    provider: Annotated[str | None, typer.Option(help="Provider of --machine; aws.")] = None,
+    input_tokens: Annotated[float | None, typer.Option(help="Mean prompt tokens, with --model; 763.")] = None,
+    output_tokens: Annotated[float | None, typer.Option(help="Mean output tokens, with --model; 232.")] = None,
+    requests_per_s: Annotated[
+        float | None, typer.Option(help="Demand, with --model; needed by objective cost.")
+    ] = None,
     objective: Annotated[str | None, typer.Option(help="throughput, throughput_per_cost or cost.")] = None,
     solver: Annotated[str | None, typer.Option(help="auto, dp-beam or even.")] = None,
     search: Annotated[str | None, typer.Option(help="dp-beam's search: default or paper.")] = None,
     beam_width: Annotated[int | None, typer.Option(help="dp-beam's k.")] = None,
     estimator: Annotated[str | None, typer.Option(help="calibrated or paper.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Plan within an engine's limits, such as vllm-0.32.")] = None,
     weight_dtype: Annotated[str | None, typer.Option(help="Quantise the weights, such as fp8.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, tokens.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
@@ -80,9 +86,20 @@ def optimize(
         from hetplan.problem.files import read_problem_file
         from hetplan.report import plan_tables
 
+        described = {
+            "--model": model,
+            "--machine": machine or None,
+            "--region": region,
+            "--market": market,
+            "--provider": provider,
+            "--input-tokens": input_tokens,
+            "--output-tokens": output_tokens,
+            "--requests-per-s": requests_per_s,
+        }
         if problem is not None:
-            if model is not None or machine:
-                raise InvalidInputError("give a problem file, or --model with --machine, not both")
+            twice = [name for name, value in described.items() if value is not None]
+            if twice:
+                raise InvalidInputError(f"{problem} says it already: leave out {', '.join(twice)}, or the problem file")
             arguments = read_problem_file(problem)
         else:
             if model is None or not machine:
@@ -90,17 +107,20 @@ def optimize(
             arguments = {
                 "model": model,
                 "cluster": _counts(machine),
-                "region": region,
-                "market": market,
-                "provider": provider,
+                "region": region or "us-west-2",
+                "market": market or "on_demand",
+                "provider": provider or "aws",
                 "workload": hp.Workload(
-                    input_tokens=input_tokens, output_tokens=output_tokens, requests_per_s=requests_per_s
+                    input_tokens=763 if input_tokens is None else input_tokens,
+                    output_tokens=232 if output_tokens is None else output_tokens,
+                    requests_per_s=requests_per_s,
                 ),
             }
         given = {
             "objective": objective,
             "solver": solver,
             "estimator": estimator,
+            "engine": engine,
             "weight_dtype": weight_dtype,
             "max_model_len": max_model_len,
             "time_limit_s": time_limit,
@@ -316,7 +336,9 @@ def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         _console.print(f"no {title} match")
         return
-    table = Table(*rows[0], title=title)
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*("" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()))
     _console.print(table)
@@ -404,7 +426,20 @@ def _error_document(error: HetplanError) -> dict[str, Any]:
 def main() -> None:
     """Entry point of the ``hetplan`` command."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        sys.exit(Exit.OUR_FAULT)
+    except _USAGE_ERROR as error:
+        if not str(error):
+            # No command given: the help has been shown.
+            sys.exit(Exit.BAD_INPUT)
+        message = f"{str(error).rstrip('.')}. See --help"
+        if "--json" in sys.argv:
+            typer.echo(json.dumps({"error": {"type": "UsageError", "message": message}}))
+        else:
+            _console.print(f"error: {message}")
+        sys.exit(Exit.BAD_INPUT)
     except Exception as error:
         _console.print(f"internal error: {type(error).__name__}: {error}. Please report it with the command you ran")
         sys.exit(Exit.OUR_FAULT)
+    sys.exit(code or Exit.FINE)

@@ -95,12 +95,13 @@ def stage_times_figure(plan: Plan) -> Figure:
     problem = plan.problem
     estimator = make_estimator(problem)
     pipelines = [pipeline for deployment in plan.deployments for pipeline in deployment.pipelines]
-    figure = NewFigure(figsize=(8, 1.2 + 1.8 * len(pipelines)), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(len(pipelines), 1))
+    heights = [1.2 + 0.3 * len(pipeline.stages) for pipeline in pipelines]
+    figure = NewFigure(figsize=(8, sum(heights)), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(len(pipelines), 1, height_ratios=heights))
     for number, (axis, pipeline) in enumerate(zip(axes, pipelines, strict=True), start=1):
         times = pipeline_times(problem, estimator, shapes_of(problem, pipeline), pipeline.micro_batch)
         prefill, decode = times.prefill[:, 0], times.decode[:, 0]
-        labels = [f"{s.instance_type} TP{s.tensor_parallel}\n{s.layer_count} layers" for s in pipeline.stages]
+        labels = [f"{s.instance_type} TP{s.tensor_parallel}, {s.layer_count} layers" for s in pipeline.stages]
         rows = np.arange(len(labels))
         axis.barh(rows, prefill, color="#4477aa", label="prefill")
         axis.barh(rows, decode, left=prefill, color="#ddaa33", label="decode")
@@ -110,5 +111,5 @@ def stage_times_figure(plan: Plan) -> Figure:
             f"pipeline {number}: {pipeline.predictions.requests_per_s.value:.2f} req/s", loc="left", fontsize=10
         )
         axis.set_xlabel(f"seconds per micro-batch of {pipeline.micro_batch}")
-    axes[0].legend(loc="lower right", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8)
     return figure

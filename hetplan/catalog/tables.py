@@ -10,8 +10,6 @@ import datetime
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import as_file, files
-from pathlib import Path
-from typing import Any
 
 from hetplan.catalog.calibration import Calibration, Quantity
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
@@ -229,20 +227,6 @@ def cluster_from_counts(
         )
         machines.append(machine)
     return Cluster(instance_types=tuple(machines), pools=tuple(pools.values()))
-
-
-def cluster_from_dict(values: Mapping[str, Any], *, source: str = "cluster") -> Cluster:
-    """A cluster that a user describes; see `hetplan.catalog.clusters.cluster_from_dict`."""
-    from hetplan.catalog import clusters
-
-    return clusters.cluster_from_dict(values, source=source)
-
-
-def cluster_from_file(path: str | Path) -> Cluster:
-    """A cluster from a user's file; see `hetplan.catalog.clusters.cluster_from_file`."""
-    from hetplan.catalog import clusters
-
-    return clusters.cluster_from_file(path)
 
 
 def machine_count(count: object, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from hetplan.catalog.engines import LIMITS, EngineProfile, LimitName
 from hetplan.errors import UnsupportedFeatureError
@@ -33,7 +34,7 @@ def _gpus(pipeline: Pipeline) -> str | None:
 
 def _consecutive(pipeline: Pipeline) -> str | None:
     nodes = [stage.node for stage in pipeline.stages]
-    changes = 1 + sum(a != b for a, b in zip(nodes, nodes[1:], strict=False))
+    changes = 1 + sum(a != b for a, b in pairwise(nodes))
     return None if changes == len(set(nodes)) else f"the stages lie on nodes {nodes}"
 
 

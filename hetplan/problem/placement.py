@@ -74,6 +74,8 @@ class PlacementProblem(Frozen):
             )
         if self.slo is not None and not self.slo.hard and self.objective == "cost":
             raise ValueError("objective 'cost' takes hard limits only; set hard=True on the Slo")
+        if self.slo is not None and not self.slo.hard and self.latency_penalty == 0:
+            raise ValueError("a soft Slo changes nothing with latency_penalty 0; give a latency_penalty, or hard=True")
         longest = self.model.max_position_tokens
         if self.longest_request_tokens > longest:
             raise ValueError(

@@ -8,13 +8,14 @@ proven one. Registering a class makes it reachable as ``optimize(..., solver="na
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
-from hetplan.errors import InvalidInputError, UnknownNameError
+from hetplan.errors import InvalidInputError, UnknownNameError, nearest_names
 from hetplan.estimator.pipeline import StageShape
 from hetplan.plan import Certificate, Plan
 from hetplan.problem.placement import PlacementProblem
@@ -116,10 +117,16 @@ def get_solver(name: str, **parameters: Any) -> Solver:
     if name not in _SOLVERS:
         raise UnknownNameError("solver", name, _SOLVERS, f"There are: {', '.join(solver_names())}.")
     module, class_name = _SOLVERS[name]
-    try:
-        solver: Solver = getattr(import_module(module), class_name)(**parameters)
-    except TypeError as error:
-        raise InvalidInputError(f"solver {name!r}: {error}") from None
+    kind = getattr(import_module(module), class_name)
+    known = [p for p in inspect.signature(kind).parameters if p not in ("args", "kwargs")]
+    for parameter in parameters:
+        if parameter not in known:
+            nearest = ", ".join(nearest_names(parameter, known)) or ", ".join(known) or "none"
+            raise InvalidInputError(
+                f"unknown argument {parameter!r}: neither an argument of optimize nor an option of solver {name!r} "
+                f"(its options: {nearest})"
+            )
+    solver: Solver = kind(**parameters)
     return solver
 
 

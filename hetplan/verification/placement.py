@@ -12,13 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from pydantic import field_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
+from hetplan.catalog.engines import ENGINES, LIMITS, LimitName
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Offer, Pool
@@ -59,6 +60,7 @@ MEANINGS: dict[str, str] = {
     "offer_unknown": "{value} is not offered; the cluster offers {limit}",
     "offer_of_other_type": "runs on a {value}; the node's offer is for a {limit}",
     "regions_mixed": "its neighbour is in {value}, it is in {limit}, and no link joins them",
+    "engine_limit_broken": "{value}; the engine asks that {limit}",
     "inventory_exceeded": "the plan uses {value} machines; the cluster has {limit}",
     "weights_do_not_fit": "weights, activations and the engine take {value} bytes a GPU; usable are {limit}",
     "weight_bytes_differ": "states {value} bytes of weights a GPU; the estimator gives {limit}",
@@ -399,6 +401,33 @@ def _check_groups(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
             yield _found("compute_dtype_differs", here, stage.compute_dtype, native)
 
 
+def _check_engine(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
+    """The limits of the engine that the problem names."""
+    name = scene.problem.engine
+    if name is None:
+        return
+    if name not in ENGINES:
+        yield _found("promise_not_checkable", "problem.engine", f"engine {name}", ", ".join(ENGINES))
+        return
+    degrees = sorted({stage.tensor_parallel for stage in pipeline.stages})
+    dtypes = sorted({stage.compute_dtype for stage in pipeline.stages})
+    gpus: Counter[int] = Counter()
+    for stage in pipeline.stages:
+        gpus[stage.node] += len(stage.gpu_indices)
+    visits = [node for node, _ in groupby(pipeline.stages, key=lambda stage: stage.node)]
+    broken: dict[LimitName, str | None] = {
+        "one-tensor-parallel-degree": f"degrees {degrees}" if len(degrees) > 1 else None,
+        "equal-gpus-per-node": f"{list(gpus.values())} GPUs" if len(set(gpus.values())) > 1 else None,
+        "consecutive-stages-per-node": f"nodes in the order {visits}" if len(set(visits)) < len(visits) else None,
+        "one-dtype": ", ".join(dtypes) if len(dtypes) > 1 else None,
+    }
+    for limit in ENGINES[name].limits:
+        if limit not in broken:
+            yield _found("promise_not_checkable", f"engine {name}", limit, ", ".join(broken))
+        elif broken[limit] is not None:
+            yield _found("engine_limit_broken", where, broken[limit], LIMITS[limit])
+
+
 def _native_dtype(gpu: GpuSpec, wanted: Dtype) -> Dtype | None:
     """The type in which a GPU multiplies: the wanted one, else a 16-bit one, else fp32."""
     runs: list[Dtype] = [dtype for dtype in gpu.native_dtypes if dtype in gpu.dense_flops]
@@ -621,6 +650,7 @@ _PIPELINE_CHECKS: dict[str, Callable[[_Scene, str, Pipeline], Iterator[Violation
     "nodes and their offers": _check_nodes,
     "places and the links between them": _check_regions,
     "groups of GPUs": _check_groups,
+    "an engine's limits": _check_engine,
     "memory of each stage": _check_memory,
     "batch limits": _check_batch,
     "predictions": _check_predictions,

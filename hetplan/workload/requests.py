@@ -151,6 +151,11 @@ class Workload(Frozen):
         if prefix_cache_hit_rate != 0.0:
             given["prefix_cache_hit_rate"] = prefix_cache_hit_rate
         if query_types is None:
+            missing = [name for name in ("input_tokens", "output_tokens") if name not in given]
+            if missing:
+                raise InvalidInputError(
+                    f"a Workload needs {' and '.join(missing)} (or query_types); give numbers of tokens"
+                )
             super().__init__(**given)
         else:
             super().__init__(query_types=tuple(query_types), **given)

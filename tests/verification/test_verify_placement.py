@@ -228,6 +228,21 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
     "an offer of another machine": ("offer_of_other_type", sound_plan, [(f"{A}.nodes.0", on_demand(G5))]),
     "another compute type": ("compute_dtype_differs", sound_plan, [(f"{A}.stages.0.compute_dtype", "fp16")]),
     "two regions in one pipeline": ("regions_mixed", plan_across_regions, []),
+    "two degrees on an engine that takes one": (
+        "engine_limit_broken",
+        sound_plan,
+        [
+            ("problem.engine", "vllm-0.32"),
+            (f"{A}.stages.0.tensor_parallel", 1),
+            (f"{A}.stages.0.gpu_indices", (0,)),
+        ],
+    ),
+    "two types on an engine that takes one": (
+        "engine_limit_broken",
+        sound_plan,
+        [("problem.engine", "vllm-0.32"), (f"{A}.stages.0.compute_dtype", "fp16")],
+    ),
+    "an engine that nobody knows": ("promise_not_checkable", sound_plan, [("problem.engine", "vllm-9")]),
     "more copies than machines": ("inventory_exceeded", sound_plan, [(f"{A}.count", 3)]),
     "fewer machines in the cluster": ("inventory_exceeded", sound_plan, [("problem.cluster.pools.1.count", 1)]),
     "a smaller GPU": (
@@ -427,6 +442,32 @@ def test_a_link_between_regions_allows_a_pipeline_across_them() -> None:
     assert codes(plan) == {"regions_mixed"}
     link = ZoneLink(ends=("us-east-1", "us-west-2"), link=Link(latency_s=0.06, bytes_per_s=1e9))
     assert codes(changed(plan, "problem.cluster.zone_links", (link,))) == set()
+
+
+def test_stages_that_leave_a_node_and_come_back_break_an_engines_limits() -> None:
+    problem = make_problem({G6: 2}, engine="vllm-0.32")
+    there: list[HandStage] = [(0, 0, 1, (0, 8)), (0, 1, 1, (8, 16)), (1, 0, 1, (16, 24)), (1, 1, 1, (24, 32))]
+    back = [there[0], there[2], there[1], there[3]]
+    nodes = [on_demand(G6), on_demand(G6)]
+    for stages, expected in ((there, set()), (back, {"engine_limit_broken"})):
+        ordered = [(node, gpu, degree, there[s][3]) for s, (node, gpu, degree, _) in enumerate(stages)]
+        plan = make_plan(problem, [make_pipeline(problem, nodes, ordered, count=1)])
+        assert codes(plan) == expected
+    uneven: list[HandStage] = [(0, 0, 1, (0, 11)), (0, 1, 1, (11, 22)), (1, 0, 1, (22, 32))]
+    plan = make_plan(problem, [make_pipeline(problem, nodes, uneven, count=1)])
+    assert [str(violation) for violation in verify_plan(plan)] == [
+        "deployments[0].pipelines[0]: [2, 1] GPUs; the engine asks that every node of a pipeline gives it the same "
+        "number of GPUs [engine_limit_broken]"
+    ]
+
+
+@pytest.mark.parametrize("machines", [1, 2, 4, 8])
+def test_the_proof_covers_what_a_small_cluster_can_hold(machines: int) -> None:
+    """With few GPUs a stage holds many layers, so that batches are small: the proof must know as much as the plan."""
+    workload = hp.Workload(input_tokens=1823, output_tokens=323)
+    plan = hp.optimize(model="qwen3-8b", cluster={"g4dn.xlarge": machines}, workload=workload, weight_dtype="fp8")
+    assert plan.bound is not None
+    assert [str(violation) for violation in verify_plan(plan)] == []
 
 
 def test_an_owned_machine_needs_no_price() -> None:

@@ -64,10 +64,8 @@ class Auto:
                 if on_incumbent is not None:
                     on_incumbent(Progress(time.monotonic() - began, found.objective, bound.value, solver.name))
         if best is None:
-            raise NoSolutionError(
-                f"neither heuristic found a plan for {problem.model.name}, and none is ruled out: the bound on "
-                f"{problem.objective} is {bound.value:.4g}. Add machines, or relax the limits"
-            ) from failure
+            said = str(failure)
+            raise NoSolutionError(f"{said}. None is ruled out: the bound on {problem.objective} is {bound.value:.4g}")
         return Solution(
             pipelines=best.pipelines,
             objective=best.objective,

@@ -168,9 +168,7 @@ def _refuse_by_memory(problem: PlacementProblem, tables: StageTables) -> None:
         layers[place] = layers.get(place, 0) + pool.count * held
     most = max(room.values(), default=0.0)
     where = "the cluster" if len(room) == 1 else "the largest region"
-    advice = f"use weight_dtype='fp8'{'' if problem.max_model_len is None else ', lower max_model_len'}"
-    if model.quantization is not None:
-        advice = "use a smaller model, a larger cluster or a lower max_model_len"
+    advice = _advice(problem, needed, most)
     if needed > most:
         short = needed - most
         raise InfeasibleError(
@@ -189,6 +187,16 @@ def _refuse_by_memory(problem: PlacementProblem, tables: StageTables) -> None:
                 Reason("layers", model.name, model.layer_count, fits, "layers"),
             ],
         )
+
+
+def _advice(problem: PlacementProblem, needed: float, most: float) -> str:
+    """The way out besides more machines: fp8 where it would be enough, else a smaller model or shorter requests."""
+    model = problem.model
+    if model.quantization is None:
+        saved = model.computed_weight_bytes - model.with_dtypes(weight_dtype="fp8").computed_weight_bytes
+        if needed - saved <= most:
+            return "use weight_dtype='fp8'"
+    return "use a smaller model" if problem.max_model_len is None else "lower max_model_len, or use a smaller model"
 
 
 def _refuse_by_latency(problem: PlacementProblem, estimator: Estimator, tables: StageTables) -> None:

@@ -106,6 +106,7 @@ class DpBeam:
         regions = _regions(problem, estimator, whole_nodes=paper)
 
         best: Solution | None = None
+        short: float | None = None
         scores = (True,) if paper or problem.objective != "throughput" else (True, False)
         for per_cost in scores:
             if best is not None and time.monotonic() > deadline:
@@ -119,6 +120,7 @@ class DpBeam:
             if problem.objective == "throughput_per_cost" and not paper:
                 _keep_best_ratio(problem, extracted)
             if problem.objective == "cost" and sum(extracted.values) < (problem.workload.requests_per_s or 0.0):
+                short = max(short or 0.0, sum(extracted.values))
                 continue
             objective = objective_of(problem, extracted.pipelines, extracted.values)
             if better(problem, objective, None if best is None else best.objective):
@@ -132,6 +134,11 @@ class DpBeam:
                     on_incumbent(Progress(time.monotonic() - began, objective, None, said))
         if best is None:
             refuse_infeasible(problem, estimator)
+            if short is not None:
+                raise NoSolutionError(
+                    f"{problem.model.name} is asked for {problem.workload.requests_per_s:g} req/s; "
+                    f"the best plan found on this cluster serves {short:.4g}. Add machines or lower requests_per_s"
+                )
             raise NoSolutionError(
                 f"dp-beam found no plan for {problem.model.name} on this cluster, and no limit rules one out. "
                 "Try solver='auto', a wider beam, or more machines"
