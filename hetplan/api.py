@@ -176,7 +176,6 @@ def make_problem(
         cluster=machines,
         workload=workload,
         calibrations=used,
-        calibration_sha256={c.gpu: c.sha256 for c in used},
         **options,
     )
 

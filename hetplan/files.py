@@ -1,11 +1,11 @@
-"""Reading small YAML and CSV files that people write: size caps, no tricks, errors that name the line."""
+"""Reading YAML and CSV files: size caps, no tricks, errors that name the line."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_BYTES = MIB
+MAX_LINE_BYTES = MIB
 MAX_DEPTH = 20
 
 
@@ -40,6 +41,33 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InvalidInputError(f"{path}, line {line}: not UTF-8 text. Save it as UTF-8") from None
+
+
+def read_lines(path: str | Path, max_bytes: int = MAX_BYTES) -> Iterator[str]:
+    """Lines of a UTF-8 file of at most ``max_bytes``, with their ends, one at a time: a large file is never held whole.
+
+    Raises
+    ------
+    InvalidInputError
+        While iterating, if the file cannot be read, is too large, is not UTF-8, or has a line of more than 1 MiB.
+    """
+    seen = number = 0
+    try:
+        with Path(path).open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                seen += len(line)
+                if seen > max_bytes:
+                    raise InvalidInputError(
+                        f"{path}: larger than the limit of {format_bytes(max_bytes)}. Split it or trim it"
+                    )
+                if len(line) > MAX_LINE_BYTES:
+                    raise InvalidInputError(f"{path}, line {number}: longer than {format_bytes(MAX_LINE_BYTES)}")
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"{path}, line {number}: not UTF-8 text. Save it as UTF-8") from None
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be read: {error}. Check the path") from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -139,6 +167,13 @@ def read_csv_rows(
     return parse_csv(read_text(path, max_bytes), str(path), required, optional)
 
 
+def stream_csv_rows(
+    path: str | Path, required: Collection[str], optional: Collection[str] = (), *, max_bytes: int
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a large CSV file, one at a time; see `parse_csv`."""
+    return _csv_rows(read_lines(path, max_bytes), str(path), required, optional)
+
+
 def parse_csv(
     text: str, source: str, required: Collection[str], optional: Collection[str] = ()
 ) -> Iterator[tuple[int, dict[str, str]]]:
@@ -170,7 +205,13 @@ def parse_csv(
     >>> list(parse_csv("a,b\\n1,=2+3\\n", "example", ["a", "b"]))
     [(2, {'a': '1', 'b': '=2+3'})]
     """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    return _csv_rows(io.StringIO(text, newline=""), source, required, optional)
+
+
+def _csv_rows(
+    lines: Iterable[str], source: str, required: Collection[str], optional: Collection[str]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    reader = csv.reader(lines, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         _check_header(header, source, required, optional)

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from hetplan.errors import InvalidInputError
-from hetplan.files import MAX_BYTES, MAX_DEPTH, parse_csv, parse_yaml, read_csv_rows, read_yaml
+from hetplan.files import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_LINE_BYTES,
+    parse_csv,
+    parse_yaml,
+    read_csv_rows,
+    read_yaml,
+    stream_csv_rows,
+)
 
 BOMB = """\
 a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]
@@ -74,6 +83,20 @@ def test_a_large_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"a: 1\nb: \xff\n")
     with pytest.raises(InvalidInputError, match="line 2: not UTF-8"):
         read_yaml(path)
+
+
+def test_a_stream_of_rows_has_the_same_limits(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\ufeffname\n" + "x\n" * 10, encoding="utf-8")
+    assert list(stream_csv_rows(path, ["name"], max_bytes=100))[-1] == (11, {"name": "x"})
+    with pytest.raises(InvalidInputError, match=r"rows\.csv: larger than the limit"):
+        list(stream_csv_rows(path, ["name"], max_bytes=20))
+    path.write_text("name\n" + "x" * (MAX_LINE_BYTES + 1))
+    with pytest.raises(InvalidInputError, match=r"line 2: longer than 1\.0 MiB"):
+        list(stream_csv_rows(path, ["name"], max_bytes=4 * MAX_LINE_BYTES))
+    path.write_bytes(b"name\nx\n\xff\n")
+    with pytest.raises(InvalidInputError, match="line 3: not UTF-8"):
+        list(stream_csv_rows(path, ["name"], max_bytes=100))
 
 
 def test_csv_rows_stay_text_and_carry_their_line(tmp_path: Path) -> None:

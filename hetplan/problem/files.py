@@ -11,7 +11,7 @@ from hetplan.catalog.model import ModelSpec
 from hetplan.errors import InvalidInputError, nearest_names
 from hetplan.files import read_yaml
 from hetplan.workload.requests import Slo, Workload
-from hetplan.workload.traces import read_azure_trace
+from hetplan.workload.traces import read_trace
 
 # Keys that pass to `optimize` as they are; it checks their values.
 _PLAIN_KEYS = (
@@ -96,7 +96,7 @@ def _workload(value: object, file: Path) -> Workload:
     unknown = set(value) - {"trace", "max_input_tokens", "prefix_cache_hit_rate", "requests_per_s"}
     if unknown:
         raise InvalidInputError(f"{file}: workload with a trace has no {sorted(unknown)[0]!r}")
-    trace = read_azure_trace(file.parent / str(value["trace"]), max_input_tokens=value.get("max_input_tokens"))
+    trace = read_trace(file.parent / str(value["trace"]), max_input_tokens=value.get("max_input_tokens"))
     workload = Workload.from_trace(trace, prefix_cache_hit_rate=value.get("prefix_cache_hit_rate", 0.0))
     if "requests_per_s" in value:
         (one,) = workload.query_types

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.calibration import Calibration
-from hetplan.catalog.engines import get_engine
+from hetplan.catalog.engines import EngineProfile, get_engine
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster
 from hetplan.errors import UnsupportedFeatureError
@@ -30,6 +30,8 @@ class PlacementProblem(Frozen):
         Limits on the mean latency of a request that does not queue.
     latency_penalty : float
         gamma of eq. 7, used with a soft Slo.
+    engine : EngineProfile, its name, or None
+        Limits to plan within; None plans freely.
     max_model_len : int or None
         Longest prompt + answer to be served, tokens; None takes the workload's longest. The KV cache of
         every pipeline holds at least one such request.
@@ -51,13 +53,27 @@ class PlacementProblem(Frozen):
     estimator: EstimatorName = "calibrated"
     slo: Slo | None = None
     latency_penalty: Annotated[float, Field(ge=0)] = 0.0
-    engine: str | None = None
+    engine: EngineProfile | None = None
     max_model_len: Annotated[int, Field(gt=0)] | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     max_num_seqs: Annotated[int, Field(gt=0, le=65536)] | None = None
     max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
     calibrations: tuple[Calibration, ...]
     calibration_sha256: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        """An engine's name becomes its profile, and calibrations without digests get them."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if isinstance(values.get("engine"), str):
+            values["engine"] = get_engine(values["engine"])
+        calibrations = values.get("calibrations")
+        if "calibration_sha256" not in values and isinstance(calibrations, (tuple, list)):
+            values["calibration_sha256"] = {c.gpu: c.sha256 for c in calibrations if isinstance(c, Calibration)}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -110,5 +126,3 @@ class PlacementProblem(Frozen):
             raise UnsupportedFeatureError(
                 "an Slo per query type needs routing between deployments; give one Slo for the problem"
             )
-        if self.engine is not None:
-            get_engine(self.engine)

@@ -19,7 +19,7 @@ from pydantic import field_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
-from hetplan.catalog.engines import ENGINES, LIMITS, LimitName
+from hetplan.catalog.engines import LIMITS, LimitName
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Offer, Pool
@@ -402,12 +402,9 @@ def _check_groups(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
 
 
 def _check_engine(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
-    """The limits of the engine that the problem names."""
-    name = scene.problem.engine
-    if name is None:
-        return
-    if name not in ENGINES:
-        yield _found("promise_not_checkable", "problem.engine", f"engine {name}", ", ".join(ENGINES))
+    """The limits of the engine that the problem carries."""
+    engine = scene.problem.engine
+    if engine is None:
         return
     degrees = sorted({stage.tensor_parallel for stage in pipeline.stages})
     dtypes = sorted({stage.compute_dtype for stage in pipeline.stages})
@@ -421,10 +418,8 @@ def _check_engine(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
         "consecutive-stages-per-node": f"nodes in the order {visits}" if len(set(visits)) < len(visits) else None,
         "one-dtype": ", ".join(dtypes) if len(dtypes) > 1 else None,
     }
-    for limit in ENGINES[name].limits:
-        if limit not in broken:
-            yield _found("promise_not_checkable", f"engine {name}", limit, ", ".join(broken))
-        elif broken[limit] is not None:
+    for limit in engine.limits:
+        if broken[limit] is not None:
             yield _found("engine_limit_broken", where, broken[limit], LIMITS[limit])
 
 

@@ -5,12 +5,14 @@ machine as one tensor-parallel group. Two partial pipelines on the same multiset
 the better stays. Pipelines are extracted one after another, each from the machines that are left.
 
 Times and bytes come from an estimator and are looked up once per machine and batch; nothing else is shared
-with the rest of the library.
+with the rest of the library. With ``formulas`` not even that: each candidate's throughput is Table 2 evaluated anew.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from table2 import Table2
 
 from hetplan.catalog.hardware import InstanceType
 from hetplan.estimator.base import Estimator, Phase, make_estimator
@@ -208,7 +210,9 @@ def _worst_last(candidate: Candidate) -> float:
     return -candidate.score
 
 
-def literal_pipeline(machines: Machines, stock: list[int], k: int) -> tuple[Candidate | None, int]:
+def literal_pipeline(
+    machines: Machines, stock: list[int], k: int, formulas: Table2 | None = None
+) -> tuple[Candidate | None, int]:
     """The pipeline that Algorithm 1 finds for the machines in stock, and how many candidates it evaluated."""
     total, micro_batches = machines.layer_count, machines.estimator.micro_batches
     usable = [machine for machine, count in enumerate(stock) if count > 0]
@@ -236,7 +240,11 @@ def literal_pipeline(machines: Machines, stock: list[int], k: int) -> tuple[Cand
                         sends = parent.sends
                         if parent.stages:
                             sends = (*sends, machines.send(parent.stages[-1].machine, machine))
-                        rate = throughput(stages, sends, batch)
+                        if formulas is None:
+                            rate = throughput(stages, sends, batch)
+                        else:
+                            shape = [(machines.types[stage.machine], stage.layers) for stage in stages]
+                            rate = formulas.throughput(shape, batch, layers == total)
                         used = (*parent.used[:machine], parent.used[machine] + 1, *parent.used[machine + 1 :])
                         cost = parent.cost + machines.prices[machine]
                         insert(kept, Candidate(stages, sends, capacity, used, cost, rate, rate / cost), k)
@@ -248,7 +256,9 @@ def literal_pipeline(machines: Machines, stock: list[int], k: int) -> tuple[Cand
     return winner, evaluations
 
 
-def literal_cluster(problem: PlacementProblem, k: int) -> tuple[list[tuple[list[PlacedStage], float]], int]:
+def literal_cluster(
+    problem: PlacementProblem, k: int, *, formulas: bool = False
+) -> tuple[list[tuple[list[PlacedStage], float]], int]:
     """Pipelines extracted one after another until no further one fits.
 
     Returns
@@ -259,11 +269,12 @@ def literal_cluster(problem: PlacementProblem, k: int) -> tuple[list[tuple[list[
         Candidates whose batch was computed.
     """
     machines = Machines(problem)
+    table2 = Table2(problem) if formulas else None
     stock = [pool.count for pool in machines.pools]
     pipelines: list[tuple[list[PlacedStage], float]] = []
     evaluations = 0
     while True:
-        found, more = literal_pipeline(machines, stock, k)
+        found, more = literal_pipeline(machines, stock, k, table2)
         evaluations += more
         if found is None:
             return pipelines, evaluations

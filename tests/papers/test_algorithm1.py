@@ -54,8 +54,8 @@ def fast_cluster(problem: PlacementProblem, k: int) -> list[tuple[list[PlacedSta
     ]
 
 
-def assert_same_pipelines(problem: PlacementProblem, k: int) -> None:
-    literal, _ = literal_cluster(problem, k)
+def assert_same_pipelines(problem: PlacementProblem, k: int, *, formulas: bool = False) -> None:
+    literal, _ = literal_cluster(problem, k, formulas=formulas)
     if not literal:
         with pytest.raises((hp.InfeasibleError, hp.NoSolutionError)):
             fast_cluster(problem, k)
@@ -69,6 +69,11 @@ def assert_same_pipelines(problem: PlacementProblem, k: int) -> None:
 @pytest.mark.parametrize("model", ["llama-3.1-70b", "qwen3-32b"])
 def test_the_24_gpus_of_the_paper(model: str, k: int) -> None:
     assert_same_pipelines(make_problem(model, CLUSTER_24), k)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-70b", "qwen3-32b"])
+def test_with_table_2_evaluated_for_each_candidate(model: str) -> None:
+    assert_same_pipelines(make_problem(model, CLUSTER_24), 1, formulas=True)
 
 
 @pytest.mark.slow

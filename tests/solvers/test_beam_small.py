@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from builders import make_cluster, make_gpu, make_machine, make_pool, problem_of, tiny_llama
+from builders import make_cluster, make_gpu, make_machine, make_pool, problem_of, tiny_llama, verified
 
 import hetplan as hp
 from hetplan.catalog.offers import Cluster
@@ -145,3 +145,31 @@ def test_paper_search_with_a_wide_beam_finds_the_best_pipeline(name: str, layers
     _, ratio = first_pipeline(name, layers, "paper", beam_width=EVERYTHING, search="paper")
     _, best = brute_force(name, layers, "paper", whole_nodes=True)
     assert ratio == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("beam_width", [1, 3, EVERYTHING])
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_default_search_never_exceeds_the_best_pipeline_and_comes_close(name: str, beam_width: int) -> None:
+    """Greedy over partial pipelines loses something; how much is known here: at most a tenth."""
+    _, ratio = first_pipeline(name, 4, "calibrated", beam_width=beam_width, search="default")
+    _, best = brute_force(name, 4, "calibrated", whole_nodes=False)
+    assert 0.9 * best <= ratio <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_stated_gap_covers_what_the_heuristic_misses(name: str) -> None:
+    """Per dollar one pipeline is best alone, so the brute force is the optimum, and the bound lies beyond it."""
+    plan = verified(hp.optimize(problem(name, 4, "calibrated", "throughput_per_cost")))
+    _, best = brute_force(name, 4, "calibrated", whole_nodes=False)
+    assert plan.bound is not None
+    assert plan.gap is not None
+    assert plan.objective <= best * (1 + 1e-9) <= plan.bound * (1 + 2e-9)
+    assert best <= plan.objective * (1 + plan.gap) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_plan_for_throughput_holds_at_least_the_best_single_pipeline_s_share(name: str) -> None:
+    """Over the whole cluster, more than nine tenths of what one pipeline could do at best."""
+    plan = verified(hp.optimize(problem(name, 4, "calibrated")))
+    best, _ = brute_force(name, 4, "calibrated", whole_nodes=False)
+    assert plan.objective >= 0.9 * best

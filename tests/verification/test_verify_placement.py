@@ -242,7 +242,7 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
         sound_plan,
         [("problem.engine", "vllm-0.32"), (f"{A}.stages.0.compute_dtype", "fp16")],
     ),
-    "an engine that nobody knows": ("promise_not_checkable", sound_plan, [("problem.engine", "vllm-9")]),
+    "an engine that nobody knows": ("malformed", sound_plan, [("problem.engine", "vllm-9")]),
     "more copies than machines": ("inventory_exceeded", sound_plan, [(f"{A}.count", 3)]),
     "fewer machines in the cluster": ("inventory_exceeded", sound_plan, [("problem.cluster.pools.1.count", 1)]),
     "a smaller GPU": (
@@ -267,7 +267,7 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
     "batch past the engine's": (
         "batch_limit_exceeded",
         sound_plan,
-        [(f"{A}.max_num_seqs", 514), (f"{A}.micro_batch", 257)],
+        [(f"{A}.max_num_seqs", 1026), (f"{A}.micro_batch", 513)],
     ),
     "another micro-batch": ("micro_batch_differs", sound_plan, [(f"{A}.micro_batch", lambda b: b - 1)]),
     "requests longer than the cache": (

@@ -139,6 +139,11 @@ class DpBeam:
                     f"{problem.model.name} is asked for {problem.workload.requests_per_s:g} req/s; "
                     f"the best plan found on this cluster serves {short:.4g}. Add machines or lower requests_per_s"
                 )
+            if not regions:
+                raise NoSolutionError(
+                    f"{problem.model.name} runs on no whole machine of this cluster as one tensor-parallel group"
+                    f"{' within the limits of ' + problem.engine.name if problem.engine else ''}. Use search='default'"
+                )
             raise NoSolutionError(
                 f"dp-beam found no plan for {problem.model.name} on this cluster, and no limit rules one out. "
                 "Try solver='auto', a wider beam, or more machines"

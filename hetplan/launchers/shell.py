@@ -1,0 +1,189 @@
+"""The target "shell": a folder with the plan, one script per machine, router weights and a README."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hetplan.catalog.engines import LIMITS, EngineProfile
+from hetplan.errors import InvalidInputError
+from hetplan.launchers.names import comment, quoted
+from hetplan.launchers.vllm import Node, model_source, nodes_of
+from hetplan.plan import Plan
+
+
+def shell_files(plan: Plan, engine: EngineProfile, *, model: str | None = None) -> dict[str, str]:
+    """The files of the target, by name; the same plan gives the same bytes.
+
+    Parameters
+    ----------
+    plan : Plan
+    engine : EngineProfile
+        Engine version that the scripts are for.
+    model : str, optional
+        Path or Hugging Face id that the engine loads; by default the model's own id.
+
+    Raises
+    ------
+    EngineLimitError
+        If the engine cannot run a pipeline; it names the limit.
+    InvalidInputError
+        If a name in the plan is not fit for a command line.
+    """
+    source = model_source(plan.problem.model, model)
+    nodes = nodes_of(plan, engine)
+    files = {node.script: _script(node, source) for node in nodes}
+    files["wait-ready.sh"] = _wait_ready(nodes)
+    files["router.json"] = json.dumps(_router(plan, nodes), indent=1) + "\n"
+    files["plan.json"] = plan.to_json() + "\n"
+    files["README.md"] = _readme(plan, engine, nodes, source)
+    return files
+
+
+def write_shell(
+    plan: Plan, out: Path, engine: EngineProfile, *, model: str | None = None, dry_run: bool = False
+) -> list[Path]:
+    """Write the files into a new or empty folder; with ``dry_run`` only say which.
+
+    Raises
+    ------
+    InvalidInputError
+        If the folder is not empty or cannot be written.
+    """
+    files = shell_files(plan, engine, model=model)
+    paths = [out / name for name in sorted(files)]
+    if dry_run:
+        return paths
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InvalidInputError(f"{out} exists and is not an empty folder; choose another or empty it")
+        out.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.write_text(files[path.name], encoding="utf-8")
+            if path.suffix == ".sh":
+                path.chmod(0o755)
+    except OSError as error:
+        raise InvalidInputError(f"cannot write {out}: {error.strerror}. Choose another folder") from None
+    return paths
+
+
+def _script(node: Node, model: str) -> str:
+    """One machine's script. Values of the plan are quoted words; addresses come from the environment."""
+    layers = ", ".join(
+        f"{s.layers[0]}-{s.layers[1] - 1} on GPU {','.join(map(str, s.gpu_indices))}" for s in node.stages
+    )
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Pipeline {node.pipeline}, node {node.rank}: {comment(node.instance_type)} ({comment(node.offer)})",
+        f"# Layers {layers}",
+        "set -euo pipefail",
+        "",
+        "# Private addresses of this machine and of the pipeline's first. vLLM's own queues speak pickle over TCP:",
+        "# only machines of this pipeline may reach them.",
+    ]
+    for name in dict.fromkeys((node.address, node.head_address)):
+        if node.local:
+            lines.append(f': "${{{name}:=127.0.0.1}}"')
+        else:
+            lines.append(f': "${{{name}:?set it to the private address of that machine}}"')
+    lines += [f"model=${{HETPLAN_MODEL:-{_in_default(model)}}}", ""]
+    lines.append(f'export VLLM_HOST_IP="${node.address}"')
+    lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
+    lines += ["", "arguments=(", '  "$model"']
+    if node.rank == 0:
+        lines.append(f'  --host="${node.address}"')
+    if any(a.startswith("--nnodes=") for a in node.arguments):
+        lines.append(f'  --master-addr="${node.head_address}"')
+    lines += [f"  {quoted(a)}" for a in node.arguments]
+    lines += [")", 'exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"', ""]
+    return "\n".join(lines)
+
+
+def _in_default(value: str) -> str:
+    """A value inside ``${NAME:-...}``, which keeps single quotes literal unless the whole is unquoted."""
+    return quoted(value)
+
+
+def _wait_ready(nodes: list[Node]) -> str:
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Waits until every pipeline answers; fails after HETPLAN_READY_TIMEOUT_S seconds (default 1800).",
+        "set -euo pipefail",
+        'limit="${HETPLAN_READY_TIMEOUT_S:-1800}"',
+        "ready() {",
+        '  until curl --fail --silent --show-error --max-time 5 --output /dev/null "$1" 2>/dev/null; do',
+        '    if (( SECONDS > limit )); then echo "not ready after ${limit} s: $1" >&2; exit 1; fi',
+        "    sleep 2",
+        "  done",
+        '  echo "ready: $1"',
+        "}",
+    ]
+    for node in nodes:
+        if node.rank == 0:
+            default = ":-127.0.0.1" if node.local else ":?set it to the private address of that machine"
+            lines.append(f'ready "http://${{{node.address}{default}}}:{node.port}/health"')
+    return "\n".join(lines) + "\n"
+
+
+def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
+    """Targets and weights for a weighted round-robin: each pipeline's predicted requests per second."""
+    rates = [
+        pipeline.predictions.requests_per_s.value
+        for deployment in plan.deployments
+        for pipeline in deployment.pipelines
+        for _ in range(pipeline.count)
+    ]
+    heads = [node for node in nodes if node.rank == 0]
+    return {
+        "model": plan.problem.model.name,
+        "targets": [
+            {"pipeline": node.pipeline, "address": f"${{{node.address}}}", "port": node.port, "weight": rate}
+            for node, rate in zip(heads, rates, strict=True)
+        ],
+    }
+
+
+def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) -> str:
+    lines = [
+        f"# {comment(plan.problem.model.name)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}",
+        "",
+        f"{plan.requests_per_s:.3f} requests/s predicted, {plan.cost_usd_per_hour:.4f} $/h. "
+        f"For {engine.name} ({engine.checked} here). Loads `{comment(model)}`; set HETPLAN_MODEL to load another path.",
+        "",
+        "| script | machine | offer | layers | listens on |",
+        "|---|---|---|---|---|",
+    ]
+    for node in nodes:
+        layers = ", ".join(f"{s.layers[0]}-{s.layers[1] - 1}" for s in node.stages)
+        listens = f"HTTP {node.port} on ${node.address}" if node.rank == 0 else "vLLM's own ports"
+        lines.append(
+            f"| {node.script} | {comment(node.instance_type)} | {comment(node.offer)} | {layers} | {listens} |"
+        )
+    lines += [
+        "",
+        "## Start",
+        "",
+        "1. On every machine: install the engine, and export the private addresses:",
+        "",
+        "```bash",
+        *(f"export {node.address}=..." for node in nodes),
+        "```",
+        "",
+        "2. Start the scripts of a pipeline in any order; node 0 answers when all have joined.",
+        "3. `./wait-ready.sh` returns when every pipeline answers on /health.",
+        "4. Send requests to the pipelines by the weights in `router.json`.",
+        "",
+        "SIGTERM to node 0 drains: running requests finish (for up to 120 s), new ones are refused.",
+        "",
+        "## Safety",
+        "",
+        "- Engines bind to the private addresses given, never to all interfaces. vLLM's own queues between machines",
+        "  speak pickle over TCP: let only the machines of one pipeline reach each other's ports.",
+        "- Set VLLM_API_KEY in the environment to require a key; no secret stands in these files.",
+        "",
+        "## Limits of the engine",
+        "",
+        *(f"- {name}: {LIMITS[name]}." for name in engine.limits),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""What each machine of a pipeline runs: vLLM's arguments and variables, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetplan.catalog.dtypes import Dtype
+from hetplan.catalog.engines import EngineProfile
+from hetplan.catalog.model import ModelSpec
+from hetplan.catalog.models import hugging_face_id
+from hetplan.errors import UnknownNameError
+from hetplan.launchers.limits import refuse_beyond
+from hetplan.launchers.names import argument
+from hetplan.plan import Pipeline, Plan, Stage
+
+# Names of number formats on vLLM's command line.
+_DTYPES: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DRAIN_S = 120
+_MASTER_PORT = 29500
+_HTTP_PORT = 8000
+# The methods that `ModelSpec.with_dtypes` writes for weights quantised while loading.
+_ONLINE = "online-"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of one pipeline copy: what it runs. ``address`` names the variable that holds its private address."""
+
+    pipeline: int
+    rank: int
+    offer: str
+    instance_type: str
+    stages: tuple[Stage, ...]
+    address: str
+    head_address: str
+    port: int
+    arguments: tuple[str, ...]
+    variables: dict[str, str]
+    local: bool
+
+    @property
+    def script(self) -> str:
+        return f"pipeline-{self.pipeline}-node-{self.rank}.sh"
+
+
+def model_source(model: ModelSpec, given: str | None) -> str:
+    """What the engine loads: a given path or id, else the Hugging Face id of a catalogued name."""
+    if given is None:
+        try:
+            given = hugging_face_id(model.name)
+        except UnknownNameError:
+            given = model.name
+    return argument(given, "model")
+
+
+def nodes_of(plan: Plan, engine: EngineProfile, *, http_port: int = _HTTP_PORT) -> list[Node]:
+    """Every machine of every pipeline copy of a plan.
+
+    Raises
+    ------
+    EngineLimitError
+        If the engine cannot run a pipeline; it names the limit.
+    InvalidInputError
+        If a name in the plan is not fit for a command line.
+    """
+    nodes: list[Node] = []
+    number = 0
+    for deployment in plan.deployments:
+        for pipeline in deployment.pipelines:
+            refuse_beyond(engine, pipeline)
+            for _ in range(pipeline.count):
+                number += 1
+                nodes += _pipeline_nodes(plan, pipeline, number, http_port + number - 1)
+    return nodes
+
+
+def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int) -> list[Node]:
+    # vLLM numbers ranks along the pipeline, so machines are ranked by their first stage.
+    order = list(dict.fromkeys(stage.node for stage in pipeline.stages))
+    head = address_variable(number, 0)
+    nodes = []
+    for rank, node in enumerate(order):
+        stages = tuple(stage for stage in pipeline.stages if stage.node == node)
+        machine = plan.problem.cluster.instance_type(stages[0].instance_type)
+        local = machine.provider == "local"
+        nodes.append(
+            Node(
+                pipeline=number,
+                rank=rank,
+                offer=argument(pipeline.nodes[node], "offer name"),
+                instance_type=argument(machine.name, "instance type"),
+                stages=stages,
+                address=address_variable(number, rank),
+                head_address=head,
+                port=port,
+                arguments=_arguments(plan, pipeline, stages, rank, len(order), number, port, local=local),
+                variables=_variables(pipeline, local=local),
+                local=local,
+            )
+        )
+    return nodes
+
+
+def address_variable(pipeline: int, rank: int) -> str:
+    """The environment variable that holds a machine's private address."""
+    return f"HETPLAN_PIPELINE_{pipeline}_NODE_{rank}"
+
+
+def _arguments(
+    plan: Plan,
+    pipeline: Pipeline,
+    stages: tuple[Stage, ...],
+    rank: int,
+    nodes: int,
+    number: int,
+    port: int,
+    *,
+    local: bool,
+) -> tuple[str, ...]:
+    """Flags of one machine, each ``--flag=value``; addresses are added by the script that knows them."""
+    problem, model = plan.problem, plan.problem.model
+    flags: dict[str, str | int | None] = {
+        "--served-model-name": argument(model.name, "model name"),
+        "--tensor-parallel-size": stages[0].tensor_parallel,
+        "--pipeline-parallel-size": len(pipeline.stages),
+        "--max-model-len": pipeline.max_model_len,
+        "--max-num-seqs": pipeline.max_num_seqs,
+        "--max-num-batched-tokens": _step_tokens(plan, pipeline),
+        # One number for all GPUs of a machine: what fits its fullest stage.
+        "--kv-cache-memory-bytes": min(stage.kv_cache_bytes for stage in stages),
+        "--dtype": _DTYPES[_activation_dtype(model, stages[0])],
+        "--shutdown-timeout": _DRAIN_S,
+    }
+    if model.quantization is not None and model.quantization.method.startswith(_ONLINE):
+        flags["--quantization"] = model.weight_dtype
+    if model.kv_dtype != model.base_dtype:
+        flags["--kv-cache-dtype"] = model.kv_dtype
+    if len(pipeline.stages) * stages[0].tensor_parallel > 1:
+        flags["--distributed-executor-backend"] = "mp"
+    if nodes > 1:
+        flags |= {"--nnodes": nodes, "--node-rank": rank, "--master-port": _MASTER_PORT + number - 1}
+    if rank == 0:
+        flags["--port"] = port
+    else:
+        flags["--headless"] = None
+    if local:
+        flags["--enforce-eager"] = None
+    if problem.max_num_batched_tokens is None and local:
+        flags.pop("--max-num-batched-tokens")
+    return tuple(name if value is None else f"{name}={value}" for name, value in flags.items())
+
+
+def _step_tokens(plan: Plan, pipeline: Pipeline) -> int:
+    from hetplan.estimator.memory import engine_defaults
+
+    if plan.problem.max_num_batched_tokens is not None:
+        return plan.problem.max_num_batched_tokens
+    machines = [plan.problem.cluster.instance_type(stage.instance_type) for stage in pipeline.stages]
+    return max(min(engine_defaults(m.gpu).max_num_batched_tokens for m in machines), pipeline.max_num_seqs)
+
+
+def _activation_dtype(model: ModelSpec, stage: Stage) -> Dtype:
+    """The 16-bit (or 32-bit) type of a stage: its own when it computes in one, else the model's."""
+    return stage.compute_dtype if stage.compute_dtype in _DTYPES else model.base_dtype
+
+
+def _variables(pipeline: Pipeline, *, local: bool) -> dict[str, str]:
+    """Environment of one machine."""
+    variables = {}
+    if len(pipeline.stages) > 1:
+        variables["VLLM_PP_LAYER_PARTITION"] = ",".join(str(stage.layer_count) for stage in pipeline.stages)
+    if local:
+        variables |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+    return variables
