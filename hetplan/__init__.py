@@ -36,6 +36,7 @@ _HOMES = {
     "Violation": "hetplan.verification",
     "Workload": "hetplan.workload.requests",
     "estimate": "hetplan.api",
+    "launch": "hetplan.api",
     "optimize": "hetplan.api",
     "predict": "hetplan.api",
     "verify": "hetplan.api",
@@ -67,13 +68,14 @@ __all__ = [
     "Violation",
     "Workload",
     "estimate",
+    "launch",
     "optimize",
     "predict",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from hetplan.api import estimate, optimize, predict, verify
+    from hetplan.api import estimate, launch, optimize, predict, verify
     from hetplan.catalog.calibration import Calibration
     from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
     from hetplan.catalog.model import ModelSpec

@@ -9,6 +9,7 @@ from typing import Any
 from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
 from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
+from hetplan.catalog.engines import DEFAULT_ENGINE, get_engine
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster, Market
@@ -21,6 +22,7 @@ from hetplan.catalog.tables import (
 )
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.prediction import PlanEstimate, ReplicaPrediction, Schedule, estimate_plan, predict_replica
+from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
 from hetplan.solvers.base import OnIncumbent, get_solver
@@ -260,6 +262,52 @@ def estimate(plan: Plan, workload: Workload | None = None) -> PlanEstimate:
         If a request of the workload does not fit some stage.
     """
     return estimate_plan(plan, workload)
+
+
+def launch(
+    plan: Plan,
+    target: str = "shell",
+    out: str | Path = "out",
+    *,
+    engine: str | None = None,
+    model: str | None = None,
+    dry_run: bool = False,
+) -> list[Path]:
+    """Write what starts a plan on an engine.
+
+    Parameters
+    ----------
+    plan : Plan
+    target : "shell"
+        A folder with one script per machine, plan.json, router.json and a README.
+    out : path
+        A new or empty folder.
+    engine : str, optional
+        Engine version; by default the plan's own, else the newest that has been run.
+    model : str, optional
+        Path or Hugging Face id that the engine loads, instead of the model's own id.
+    dry_run : bool
+        Check everything and return the paths, write nothing.
+
+    Returns
+    -------
+    list of Path
+        The files, sorted by name.
+
+    Raises
+    ------
+    InvalidInputError
+        If the folder is not empty, a name is not fit for a command line, or the plan is not sound.
+    UnsupportedFeatureError
+        If the engine cannot run a pipeline; the message names the limit.
+    """
+    if target != "shell":
+        raise InvalidInputError(f"target is 'shell', got {target!r}")
+    violations = verify_plan(plan)
+    if violations:
+        raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
+    profile = get_engine(engine) if engine is not None else plan.problem.engine or get_engine(DEFAULT_ENGINE)
+    return write_shell(plan, Path(out), profile, model=model, dry_run=dry_run)
 
 
 def predict(

@@ -52,7 +52,7 @@ def explain(error: ValidationError, subject: str) -> InvalidInputError:
     faults = error.errors(include_url=False)
     if len(faults) > 1:
         # "too short after validation" only repeats that an item was refused.
-        faults = [fault for fault in faults if fault["type"] != "too_short"]
+        faults = [fault for fault in faults if fault["type"] != "too_short"] or faults
     for fault in faults:
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, InvalidInputError):

@@ -235,6 +235,29 @@ def estimate(plan: Annotated[Path, typer.Argument(help="Plan file.")], as_json: 
 
 
 @app.command()
+def launch(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    out: Annotated[Path, typer.Option(help="New or empty folder.")] = Path("out"),
+    target: Annotated[str, typer.Option(help="shell.")] = "shell",
+    engine: Annotated[str | None, typer.Option(help="Engine version, such as vllm-0.32.")] = None,
+    model: Annotated[str | None, typer.Option(help="Path or id that the engine loads.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list, write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the scripts that start a plan."""
+
+    def run() -> dict[str, Any]:
+        import hetplan as hp
+
+        paths = hp.launch(hp.Plan.load(plan), target, out, engine=engine, model=model, dry_run=dry_run)
+        for path in paths:
+            _console.print(f"{'would write' if dry_run else 'wrote'} {path}")
+        return {"paths": [str(path) for path in paths], "written": not dry_run}
+
+    _answer(run, as_json)
+
+
+@app.command()
 def diff(
     before: Annotated[Path, typer.Argument(help="Plan file.")],
     after: Annotated[Path, typer.Argument(help="Plan file.")],
@@ -433,7 +456,8 @@ def main() -> None:
         if not str(error):
             # No command given: the help has been shown.
             sys.exit(Exit.BAD_INPUT)
-        message = f"{str(error).rstrip('.')}. See --help"
+        said: str = error.format_message()  # type: ignore[attr-defined]
+        message = f"{said.rstrip('.')}. See --help"
         if "--json" in sys.argv:
             typer.echo(json.dumps({"error": {"type": "UsageError", "message": message}}))
         else:

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hetplan.catalog.config_keys import Keys
-from hetplan.catalog.model import Attention, Linear
+from hetplan.catalog.config_matrices import (
+    EXPERTS,
+    Layer,
+    Matrix,
+    experts,
+    latent_projections,
+    matrix,
+    mlp,
+    projections,
+    router,
+)
+from hetplan.catalog.model import Attention
 from hetplan.errors import InvalidInputError, UnsupportedModelError
 
 MAX_LAYERS = 10_000
@@ -57,7 +68,7 @@ class Family:
     experts: Literal["none", "all", "after_first", "by_step"] = "none"
     default_dense_layers: int = 0
     moe_module: str = "mlp"
-    expert_modules: tuple[str, str, str] = ("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj")
+    expert_modules: tuple[str, str, str] = EXPERTS
     router_module: str = "gate"
     expert_size_keys: tuple[str, ...] = ("moe_intermediate_size",)
     expert_bias: bool = False
@@ -65,24 +76,6 @@ class Family:
     correction: Callable[[Keys], bool] = lambda keys: False
     sinks: bool = False
     handles: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A matrix and its module path inside the layer, where ``{e}`` is the expert's number."""
-
-    linear: Linear
-    module: str
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One kind of layer before quantisation is known."""
-
-    name: str
-    attention: Attention
-    matrices: tuple[Matrix, ...]
-    other_parameter_count: int
 
 
 def build_layers(family: Family, keys: Keys) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
@@ -114,7 +107,7 @@ def _check_ignored(family: Family, keys: Keys) -> None:
 
 
 def _layer(family: Family, keys: Keys, window: int | None, experts: bool, *, mixed: bool) -> Layer:
-    attend = _mla if family.attention == "mla" else _gqa
+    attend = mla if family.attention == "mla" else gqa
     attention, matrices, norms = attend(family, keys, window)
     other = norms + 2 * keys.count("hidden_size")
     if family.sinks:
@@ -124,7 +117,7 @@ def _layer(family: Family, keys: Keys, window: int | None, experts: bool, *, mix
         other += keys.count(*EXPERT_COUNT_KEYS) if family.correction(keys) else 0
     else:
         size = keys.count("intermediate_size")
-        matrices = [*matrices, *_mlp(keys, size, family.mlp_bias.read(keys), module="mlp", prefix="")]
+        matrices = [*matrices, *mlp(keys.count("hidden_size"), size, bias=family.mlp_bias.read(keys))]
     name = "moe" if experts else "dense"
     if mixed:
         name += "-full" if window is None else "-sliding"
@@ -134,7 +127,7 @@ def _layer(family: Family, keys: Keys, window: int | None, experts: bool, *, mix
 # ---- attention
 
 
-def _gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+def gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     kv_heads = keys.count("num_key_value_heads", default=_default_kv_heads(family, keys, heads))
     if heads % kv_heads:
@@ -148,20 +141,14 @@ def _gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, lis
                 "num_attention_heads", heads, f"must divide hidden_size = {hidden} when head_dim is absent"
             )
         head_dim = hidden // heads
-    bias = family.qkv_bias.read(keys)
-    matrices = [
-        _matrix(
-            f"{part}_proj",
-            f"self_attn.{part}_proj",
-            hidden,
-            part_heads * head_dim,
-            bias=bias,
-            granularity=head_dim,
-            fused="qkv",
-        )
-        for part, part_heads in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    ]
-    matrices.append(_output(family, keys, heads, head_dim))
+    matrices = projections(
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        qkv_bias=family.qkv_bias.read(keys),
+        output_bias=family.output_bias.read(keys),
+    )
     norms = {"none": 0, "head": 2 * head_dim, "projection": (heads + kv_heads) * head_dim}[family.qk_norm]
     attention = Attention(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=head_dim, window_tokens=window
@@ -176,7 +163,7 @@ def _default_kv_heads(family: Family, keys: Keys, heads: int) -> int:
     return family.default_kv_heads
 
 
-def _mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+def mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     if "q_lora_rank" not in keys.values:
         raise InvalidInputError(
@@ -185,55 +172,29 @@ def _mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, lis
     query_rank = keys.optional_count("q_lora_rank")
     kv_rank, rope = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
     no_rope, value_dim = keys.count("qk_nope_head_dim"), keys.count("v_head_dim")
-    bias = family.qkv_bias.read(keys)
-    head_dim = no_rope + rope
-    norms = kv_rank
-    if query_rank is None:
-        matrices = [_matrix("q_proj", "self_attn.q_proj", hidden, heads * head_dim, granularity=head_dim)]
-    else:
-        norms += query_rank
-        matrices = [
-            _matrix("q_a_proj", "self_attn.q_a_proj", hidden, query_rank, bias=bias, split="none", fused="qkv_a"),
-            _matrix("q_b_proj", "self_attn.q_b_proj", query_rank, heads * head_dim, granularity=head_dim),
-        ]
-    matrices += [
-        _matrix(
-            "kv_a_proj",
-            "self_attn.kv_a_proj_with_mqa",
-            hidden,
-            kv_rank + rope,
-            bias=bias,
-            split="none",
-            fused="qkv_a" if query_rank is not None else None,
-        ),
-        _matrix(
-            "kv_b_proj",
-            "self_attn.kv_b_proj",
-            kv_rank,
-            heads * (no_rope + value_dim),
-            granularity=no_rope + value_dim,
-        ),
-        _output(family, keys, heads, value_dim),
-    ]
+    matrices = latent_projections(
+        hidden,
+        heads,
+        query_rank=query_rank,
+        kv_rank=kv_rank,
+        rope_dim=rope,
+        no_rope_dim=no_rope,
+        value_dim=value_dim,
+        bias=family.qkv_bias.read(keys),
+        output_bias=family.output_bias.read(keys),
+    )
+    norms = kv_rank + (query_rank or 0)
     attention = Attention(
         kind="mla",
         heads=heads,
         kv_heads=heads,
-        head_dim=head_dim,
+        head_dim=no_rope + rope,
         value_head_dim=value_dim,
         kv_latent_size=kv_rank + rope,
         kv_lora_rank=kv_rank,
         window_tokens=window,
     )
     return attention, matrices, norms
-
-
-def _output(family: Family, keys: Keys, heads: int, head_dim: int) -> Matrix:
-    bias = family.output_bias.read(keys)
-    hidden = keys.count("hidden_size")
-    return _matrix(
-        "o_proj", "self_attn.o_proj", heads * head_dim, hidden, bias=bias, split="inputs", granularity=head_dim
-    )
 
 
 def _windows(family: Family, keys: Keys, count: int) -> list[int | None]:
@@ -280,77 +241,40 @@ def _expert_layers(family: Family, keys: Keys, count: int) -> list[bool]:
     return [family.experts == "all"] * count
 
 
-def _mlp(keys: Keys, size: int, bias: bool, *, module: str, prefix: str) -> list[Matrix]:
+def _experts(family: Family, keys: Keys) -> list[Matrix]:
     hidden = keys.count("hidden_size")
-    fused = "shared_gate_up" if prefix else "gate_up"
+    count, active = expert_counts(keys)
+    size = keys.count(*[key for key in family.expert_size_keys if keys.has(key)][:1] or family.expert_size_keys)
+    module, bias = family.moe_module, family.expert_bias
     return [
-        _matrix(f"{prefix}gate_proj", f"{module}.gate_proj", hidden, size, bias=bias, fused=fused),
-        _matrix(f"{prefix}up_proj", f"{module}.up_proj", hidden, size, bias=bias, fused=fused),
-        _matrix(f"{prefix}down_proj", f"{module}.down_proj", size, hidden, bias=bias, split="inputs"),
+        router(hidden, count, module=f"{module}.{family.router_module}", bias=bias),
+        *experts(hidden, size, count, active, module=module, paths=family.expert_modules, bias=bias),
+        *_shared_experts(family, keys, size),
     ]
 
 
-def _experts(family: Family, keys: Keys) -> list[Matrix]:
-    hidden = keys.count("hidden_size")
-    experts = keys.count(*EXPERT_COUNT_KEYS, maximum=MAX_EXPERTS)
+def expert_counts(keys: Keys) -> tuple[int, int]:
+    """Routed experts, and how many of them a token uses."""
+    count = keys.count(*EXPERT_COUNT_KEYS, maximum=MAX_EXPERTS)
     active = keys.count(*_ACTIVE_EXPERTS_KEYS)
-    if active > experts:
-        raise keys.fault("num_experts_per_tok", active, f"at most the number of experts, {experts}")
-    size = keys.count(*[key for key in family.expert_size_keys if keys.has(key)][:1] or family.expert_size_keys)
-    module, bias = family.moe_module, family.expert_bias
-    router = Linear(name="router", inputs=hidden, outputs=experts, bias=bias, split="none", quantized=False, fused=None)
-    matrices = [Matrix(router, f"{module}.{family.router_module}")]
-    parts: tuple[tuple[str, int, int, Literal["outputs", "inputs"]], ...] = (
-        ("gate_proj", hidden, size, "outputs"),
-        ("up_proj", hidden, size, "outputs"),
-        ("down_proj", size, hidden, "inputs"),
-    )
-    for path, (name, inputs, outputs, split) in zip(family.expert_modules, parts, strict=True):
-        linear = Linear(
-            name=f"experts.{name}",
-            inputs=inputs,
-            outputs=outputs,
-            bias=bias,
-            split=split,
-            experts=experts,
-            active_experts=active,
-            fused="gate_up" if split == "outputs" else None,
-        )
-        matrices.append(Matrix(linear, f"{module}.{path}"))
-    return matrices + _shared_experts(family, keys, size)
+    if active > count:
+        raise keys.fault("num_experts_per_tok", active, f"at most the number of experts, {count}")
+    return count, active
 
 
 def _shared_experts(family: Family, keys: Keys, expert_size: int) -> list[Matrix]:
     """The experts that every token uses: one MLP, as wide as all of them together."""
-    bias = family.mlp_bias.read(keys)
+    hidden, bias = keys.count("hidden_size"), family.mlp_bias.read(keys)
+    prefix = "shared_experts."
     if family.shared == "count":
         shared = keys.count("n_shared_experts", default=0, minimum=0)
         if not shared:
             return []
         module = f"{family.moe_module}.shared_experts"
-        return _mlp(keys, shared * expert_size, bias, module=module, prefix="shared_experts.")
+        return mlp(hidden, shared * expert_size, module=module, prefix=prefix, bias=bias)
     if family.shared == "size":
         module = f"{family.moe_module}.shared_expert"
+        gate = matrix("shared_expert_gate", f"{module}_gate", hidden, 1, split="none", quantized=False)
         size = keys.count("shared_expert_intermediate_size")
-        gate = Linear(
-            name="shared_expert_gate", inputs=keys.count("hidden_size"), outputs=1, split="none", quantized=False
-        )
-        return [*_mlp(keys, size, bias, module=module, prefix="shared_experts."), Matrix(gate, f"{module}_gate")]
+        return [*mlp(hidden, size, module=module, prefix=prefix, bias=bias), gate]
     return []
-
-
-def _matrix(
-    name: str,
-    module: str,
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool = False,
-    split: Literal["outputs", "inputs", "none"] = "outputs",
-    granularity: int = 1,
-    fused: str | None = None,
-) -> Matrix:
-    linear = Linear(
-        name=name, inputs=inputs, outputs=outputs, bias=bias, split=split, granularity=granularity, fused=fused
-    )
-    return Matrix(linear, module)

@@ -14,7 +14,8 @@ from typing import Any
 from hetplan.catalog.config_families import FAMILIES, WRAPPERS
 from hetplan.catalog.config_features import describe_unknown, unsupported_features
 from hetplan.catalog.config_keys import MAX_INDEX_BYTES, Keys, read_json_object
-from hetplan.catalog.config_layers import EXPERT_COUNT_KEYS, Family, Layer, Matrix, build_layers
+from hetplan.catalog.config_layers import EXPERT_COUNT_KEYS, Family, build_layers
+from hetplan.catalog.config_matrices import Layer, Matrix
 from hetplan.catalog.config_quantization import Scheme, read_scheme
 from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
 from hetplan.catalog.model import LayerKind, ModelSpec

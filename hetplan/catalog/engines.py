@@ -89,6 +89,10 @@ ENGINES: dict[str, EngineProfile] = {
 }
 
 
+# The newest version whose scripts have started real servers in the tests.
+DEFAULT_ENGINE = "vllm-0.32"
+
+
 def get_engine(name: str) -> EngineProfile:
     """The profile of an engine version.
 

@@ -75,14 +75,37 @@ def _share(size: int, granularity: int, tensor_parallel: int) -> int:
 
 
 class Attention(Frozen):
-    """The attention of one layer, as its kernels and its KV cache see it.
+    """The attention of one layer, or what stands in its place, as its kernels and its cache see it.
 
-    ``gqa`` covers multi-head, grouped and multi-query attention. ``mla`` keeps one latent of
-    ``kv_latent_size`` elements per token (DeepSeek: kv_lora_rank + qk_rope_head_dim) on every GPU
-    of the group, whatever the degree. ``window_tokens`` bounds what a token attends to and keeps.
+    Parameters
+    ----------
+    kind : {"gqa", "mla", "linear", "mamba", "none"}
+        ``gqa`` covers multi-head, grouped and multi-query attention. ``mla`` keeps one latent of
+        ``kv_latent_size`` elements per token (DeepSeek: kv_lora_rank + qk_rope_head_dim) on every GPU of the
+        group, whatever the degree. ``linear`` (gated delta rule, KDA) and ``mamba`` (Mamba-2) keep a state of
+        constant size per sequence and nothing per token. ``none`` is a layer without attention; its heads are
+        the model's and limit nothing.
+    heads, kv_heads, head_dim, value_head_dim : int
+        ``linear`` and ``mamba``: heads of values, heads (groups) of keys and queries, and their sizes, so that
+        each head's state has head_dim x value_head_dim elements.
+    window_tokens : int, optional
+        Bounds what a token attends to and keeps. Chunked attention counts as a window of one chunk, which is
+        what it keeps at most.
+    compression_tokens : int, optional
+        Tokens behind each further entry that is kept beside the window, for the whole sequence (DeepSeek V4).
+    top_k_tokens : int, optional
+        Most tokens that sparse attention attends to, of those outside a compressed layer's window.
+    index_heads, index_head_dim : int, optional
+        The indexer that scores all tokens to choose them; layers without take the choice of a layer before.
+    index_bytes_per_token : int
+        Index keys that one token adds, in a type of their own and whole on every GPU of the group.
+    convolution_tokens : int
+        Last inputs that the short convolution of ``linear`` and ``mamba`` keeps, in the base type.
+    state_dtype : str
+        Type of the state.
     """
 
-    kind: Literal["gqa", "mla"] = "gqa"
+    kind: Literal["gqa", "mla", "linear", "mamba", "none"] = "gqa"
     heads: Count
     kv_heads: Count
     head_dim: Count
@@ -90,35 +113,92 @@ class Attention(Frozen):
     kv_latent_size: Count | None = None
     kv_lora_rank: Count | None = None
     window_tokens: Count | None = None
+    compression_tokens: Count | None = None
+    top_k_tokens: Count | None = None
+    index_heads: Count | None = None
+    index_head_dim: Count | None = None
+    index_bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    convolution_tokens: Annotated[int, Field(ge=0)] = 0
+    state_dtype: Dtype = "fp32"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "mla" and (self.kv_latent_size is None or self.kv_lora_rank is None):
             raise ValueError("attention of kind 'mla' needs kv_latent_size and kv_lora_rank")
+        if self.kind in ("linear", "mamba", "none"):
+            cached = ("kv_latent_size", "window_tokens", "compression_tokens", "top_k_tokens", "index_heads")
+            for name in cached:
+                if getattr(self, name) is not None:
+                    raise ValueError(f"attention of kind {self.kind!r} has no {name}: it caches no tokens")
+        if (self.index_heads is None) != (self.index_head_dim is None):
+            raise ValueError("index_heads and index_head_dim come together")
         return self
 
-    def kv_elements_per_token(self, tensor_parallel: int) -> int:
-        """Elements that one token adds to the KV cache of one GPU of the group."""
+    @property
+    def keeps_state(self) -> bool:
+        """True when a sequence has a state of constant size in place of a KV cache."""
+        return self.kind in ("linear", "mamba")
+
+    def kv_elements_per_entry(self, tensor_parallel: int) -> int:
+        """Elements of one entry of the KV cache of one GPU of the group."""
+        if self.keeps_state or self.kind == "none":
+            return 0
         if self.kv_latent_size is not None:
             return self.kv_latent_size
         return max(1, -(-self.kv_heads // tensor_parallel)) * (self.head_dim + self.value_head_dim)
 
-    def kv_elements_per_sequence(self, tokens: float, tensor_parallel: int) -> float:
-        """Elements that a sequence of ``tokens`` keeps on one GPU of the group."""
+    def kv_elements_per_token(self, tensor_parallel: int) -> int:
+        """Elements that one token adds to the KV cache of one GPU of the group, within a window and beside it."""
+        entry = self.kv_elements_per_entry(tensor_parallel)
+        return entry if self.compression_tokens is None else entry + -(-entry // self.compression_tokens)
+
+    def kept_entries(self, tokens: float) -> float:
+        """Entries that a sequence of ``tokens`` keeps in the KV cache."""
         kept = tokens if self.window_tokens is None else min(tokens, self.window_tokens)
-        return kept * self.kv_elements_per_token(tensor_parallel)
+        return kept if self.compression_tokens is None else kept + tokens / self.compression_tokens
+
+    def attended_entries(self, tokens: float) -> float:
+        """Entries that the next token after ``tokens`` attends to: at most top_k_tokens of those it may choose."""
+        near = tokens if self.window_tokens is None else min(tokens, self.window_tokens)
+        if self.compression_tokens is None:
+            return near if self.top_k_tokens is None else min(near, self.top_k_tokens)
+        far = tokens / self.compression_tokens
+        return near + (far if self.top_k_tokens is None else min(far, self.top_k_tokens))
+
+    def kv_elements_per_sequence(self, tokens: float, tensor_parallel: int) -> float:
+        """Elements that a sequence of ``tokens`` keeps in the KV cache of one GPU of the group."""
+        return self.kept_entries(tokens) * self.kv_elements_per_entry(tensor_parallel)
+
+    def state_bytes_per_sequence(self, tensor_parallel: int, base_dtype: Dtype) -> int:
+        """Bytes that a sequence keeps on one GPU of the group, whatever its length."""
+        if not self.keeps_state:
+            return 0
+        heads = -(-self.heads // tensor_parallel)
+        groups = max(1, -(-self.kv_heads // tensor_parallel))
+        state = heads * self.head_dim * self.value_head_dim * DTYPE_BITS[self.state_dtype]
+        channels = heads * self.value_head_dim + 2 * groups * self.head_dim
+        return (state + channels * self.convolution_tokens * DTYPE_BITS[base_dtype]) // BITS_PER_BYTE
 
     def valid_degree(self, tensor_parallel: int) -> bool:
-        """True when the heads divide over the GPUs and the KV heads divide or replicate."""
+        """True when the heads divide over the GPUs and the KV heads divide or, but for ``linear``, replicate."""
+        if self.kind == "none":
+            return True
         if self.heads % tensor_parallel:
             return False
         if self.kind == "mla":
             return True
-        return self.kv_heads % tensor_parallel == 0 or tensor_parallel % self.kv_heads == 0
+        if self.kv_heads % tensor_parallel == 0:
+            return True
+        return self.kind != "linear" and tensor_parallel % self.kv_heads == 0
 
 
 class LayerKind(Frozen):
-    """One kind of decoder layer. ``other_parameter_count``: norms, sinks, router corrections (never quantised)."""
+    """One kind of decoder layer.
+
+    ``other_parameter_count``: norms, sinks, short convolutions, router corrections (never quantised). The
+    matrices before an MLP's activation are fused under a name that ends in "gate_up": two of them when the MLP
+    is gated, one when it is not.
+    """
 
     name: str
     attention: Attention
@@ -136,7 +216,12 @@ class LayerKind(Frozen):
     @property
     def experts(self) -> int:
         """Routed experts, 1 for a dense layer."""
-        return max(m.experts for m in self.linears)
+        return max((m.experts for m in self.linears), default=1)
+
+    @property
+    def has_mlp(self) -> bool:
+        """False for a layer of attention alone."""
+        return any(m.fused is not None and m.fused.endswith("gate_up") for m in self.linears)
 
 
 class ModelSpec(Frozen):
@@ -145,7 +230,8 @@ class ModelSpec(Frozen):
     ``layer_pattern`` gives, for each layer in order, the index of its kind in ``layer_kinds``.
     ``weight_dtype`` is what the quantised matrices are stored in, ``base_dtype`` everything else
     (embeddings, norms, unquantised matrices), ``kv_dtype`` the KV cache and ``compute_dtype`` what the GEMMs
-    multiply in: the four are independent (W4A16 stores int4 and computes in bf16).
+    multiply in: the four are independent (W4A16 stores int4 and computes in bf16). ``residual_streams`` is
+    how many copies of the hidden state go from layer to layer (hyper-connections have several).
     """
 
     name: str
@@ -160,6 +246,7 @@ class ModelSpec(Frozen):
     other_embedding_parameter_count: Annotated[int, Field(ge=0)] = 0
     head_bias: bool = False
     final_norm_parameter_count: Annotated[int, Field(ge=0)]
+    residual_streams: Count = 1
     weight_dtype: Dtype
     base_dtype: Dtype
     kv_dtype: Dtype
@@ -316,19 +403,22 @@ class ModelSpec(Frozen):
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
         """KV-cache bytes that one token adds on each GPU of the group, over all layers.
 
-        KV heads replicate when there are fewer of them than GPUs; an MLA latent is whole on each GPU.
-        Layers with a sliding window count in full: past the window they add nothing.
+        KV heads replicate when there are fewer of them than GPUs; an MLA latent and index keys are whole on each.
+        Layers with a sliding window count in full: past the window they add nothing. States of constant size add
+        nothing.
         """
-        elements = sum(
-            n * kind.attention.kv_elements_per_token(tensor_parallel)
-            for n, kind in zip(self.kind_counts, self.layer_kinds, strict=True)
-        )
-        return elements * DTYPE_BITS[self.kv_dtype] // BITS_PER_BYTE
+        elements = index_bytes = 0
+        for count, kind in zip(self.kind_counts, self.layer_kinds, strict=True):
+            elements += count * kind.attention.kv_elements_per_token(tensor_parallel)
+            index_bytes += count * kind.attention.index_bytes_per_token
+        return elements * DTYPE_BITS[self.kv_dtype] // BITS_PER_BYTE + index_bytes
 
     def layer_kv_bytes_per_sequence(self, kind: int, tokens: float, tensor_parallel: int = 1) -> float:
-        """KV-cache bytes that a sequence of ``tokens`` keeps in one layer of a kind, on one GPU."""
-        elements = self.layer_kinds[kind].attention.kv_elements_per_sequence(tokens, tensor_parallel)
-        return elements * dtype_bytes(self.kv_dtype)
+        """Bytes of KV cache, index keys and state that a sequence of ``tokens`` keeps in one layer, on one GPU."""
+        attention = self.layer_kinds[kind].attention
+        cached = attention.kv_elements_per_sequence(tokens, tensor_parallel) * dtype_bytes(self.kv_dtype)
+        beside = attention.state_bytes_per_sequence(tensor_parallel, self.base_dtype)
+        return cached + tokens * attention.index_bytes_per_token + beside
 
     def valid_tensor_parallel(self, max_degree: int = 8) -> list[int]:
         """Degrees up to ``max_degree`` at which every layer's heads divide and its KV heads divide or replicate."""

@@ -14,6 +14,7 @@ from importlib.resources import as_file, files
 from hetplan.catalog.calibration import Calibration, Quantity
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
 from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
+from hetplan.catalog.local import LOCAL_GPU, LOCAL_MACHINE
 from hetplan.catalog.offers import Cluster, Market, Offer, Pool
 from hetplan.errors import InvalidInputError, UnknownNameError
 from hetplan.files import parse_csv
@@ -310,7 +311,7 @@ def _gpus() -> dict[str, GpuSpec]:
             source=_with_doubts(row),
         )
         for row in _gpu_rows()
-    }
+    } | {LOCAL_GPU.name: LOCAL_GPU}
 
 
 @cache
@@ -343,6 +344,7 @@ def _instance_types() -> dict[str, InstanceType]:
             host_memory_bytes=int(float(row["host_memory_gib"]) * GIB) if row["host_memory_gib"] else None,
             source=_with_doubts(row),
         )
+    types[LOCAL_MACHINE.name] = LOCAL_MACHINE
     return types
 
 

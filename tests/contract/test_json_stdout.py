@@ -118,7 +118,6 @@ def test_a_usage_error_exits_2() -> None:
     assert "beam-width" in said
 
 
-@pytest.mark.xfail(strict=True, reason="the argument parser answers usage errors on stderr alone, without a document")
 @pytest.mark.parametrize(
     "arguments", [["optimize", *SMALL, "--beam-width", "many"], ["predict", "llama-3.2-1b"], ["verify", "--bogus"]]
 )

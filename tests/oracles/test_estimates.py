@@ -117,7 +117,14 @@ def test_an_impossible_limit_states_both_sides() -> None:
 @pytest.mark.parametrize("solver", solver_names())
 def test_a_percentile_is_refused_until_it_can_be_answered(slo: hp.Slo, solver: str) -> None:
     with pytest.raises(hp.UnsupportedFeatureError, match="percentile"):
-        hp.optimize(model="llama-3.2-1b", cluster={"g6.xlarge": 1}, workload=WORKLOAD, slo=slo, solver=solver)
+        hp.optimize(
+            model="llama-3.2-1b",
+            cluster={"g6.xlarge": 1},
+            workload=WORKLOAD,
+            slo=slo,
+            latency_penalty=1.0,
+            solver=solver,
+        )
 
 
 # ---- what an estimate rests on

@@ -240,11 +240,10 @@ def test_a_senseless_penalty_is_refused(objective: str, value: float) -> None:
         ("max_model_len", -5),
         ("seed", "one"),
         ("beam_width", 0),
-        ("beam_width", "wide"),
     ],
 )
 def test_a_senseless_option_is_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(hp.InvalidInputError, match=option if option != "beam_width" else "beam_width|'<' not supp"):
+    with pytest.raises(hp.InvalidInputError, match=option):
         solve(**{option: value})
 
 
@@ -293,7 +292,7 @@ def test_an_unknown_solver_lists_the_known() -> None:
 
 @pytest.mark.parametrize("solver", solver_names())
 def test_an_unknown_solver_option_is_refused(solver: str) -> None:
-    with pytest.raises(hp.InvalidInputError, match=r"bogus|takes no arguments"):
+    with pytest.raises(hp.InvalidInputError, match="bogus"):
         get_solver(solver, bogus=1)
 
 

@@ -119,7 +119,7 @@ def best_rate(problem: PlacementProblem, stages: list[StageShape]) -> float:
 
 @pytest.mark.parametrize("estimator", ["calibrated", "paper"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_pipelines_put_together_at_random_stay_below(estimator: str, data: st.DataObject) -> None:
     problem = data.draw(problems(estimator=estimator))
     bound = layer_rate_bound(problem, make_estimator(problem)).value
@@ -129,7 +129,7 @@ def test_pipelines_put_together_at_random_stay_below(estimator: str, data: st.Da
 
 @pytest.mark.parametrize("estimator", ["calibrated", "paper"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_a_ratio_put_together_at_random_stays_below(estimator: str, data: st.DataObject) -> None:
     problem = data.draw(problems("throughput_per_cost", estimator))
     bound = layer_rate_bound(problem, make_estimator(problem)).value
@@ -142,7 +142,7 @@ def test_a_ratio_put_together_at_random_stays_below(estimator: str, data: st.Dat
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_a_fleet_put_together_at_random_costs_no_less(data: st.DataObject) -> None:
     problem = data.draw(problems("cost"))
     pipelines = data.draw(random_pipelines(problem))
@@ -162,7 +162,7 @@ def test_a_fleet_put_together_at_random_costs_no_less(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("objective", ["throughput", "throughput_per_cost", "cost"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_no_solver_beats_it_and_the_checker_confirms_it(objective: str, data: st.DataObject) -> None:
     problem = data.draw(problems(objective))
     for solver in solver_names():
@@ -177,7 +177,7 @@ def test_no_solver_beats_it_and_the_checker_confirms_it(objective: str, data: st
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_what_is_called_infeasible_has_no_random_plan_either(data: st.DataObject) -> None:
     """Proofs of infeasibility: no pipeline put together at random may contradict them."""
     problem = data.draw(problems())
