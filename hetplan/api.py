@@ -147,6 +147,30 @@ def optimize(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+    else:
+        given = {
+            "model": model,
+            "cluster": cluster,
+            "workload": workload,
+            "objective": None if objective == "throughput" else objective,
+            "estimator": None if estimator == "calibrated" else estimator,
+            "slo": slo,
+            "latency_penalty": latency_penalty or None,
+            "engine": engine,
+            "max_model_len": max_model_len,
+            "weight_dtype": weight_dtype,
+            "kv_dtype": kv_dtype,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "calibrations": calibrations,
+        }
+        twice = [name for name, value in given.items() if value is not None]
+        if twice:
+            raise InvalidInputError(
+                f"the problem says it already: leave out {', '.join(twice)}, or problem.replace(...)"
+            )
+    if solver_options is not None and not isinstance(solver_options, Mapping):
+        raise InvalidInputError(f"solver_options is a mapping, got {type(solver_options).__name__}")
     chosen = get_solver(solver, **(dict(solver_options or {}) | more_solver_options))
     solution = chosen.solve(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
@@ -193,8 +217,10 @@ def resolve_model(model: ModelLike, *, weight_dtype: str | None = None, kv_dtype
         spec = model
     elif isinstance(model, str):
         spec = ModelSpec.get(model)
-    else:
+    elif isinstance(model, (Path, Mapping)):
         spec = ModelSpec.from_config(model)
+    else:
+        raise InvalidInputError(f"model is a name, a path, a configuration or a ModelSpec, got {type(model).__name__}")
     return spec.with_dtypes(weight_dtype=_dtype(weight_dtype), kv_dtype=_dtype(kv_dtype))
 
 
@@ -220,7 +246,7 @@ def resolve_cluster(
 def _dtype(name: str | None) -> Dtype | None:
     if name is None:
         return None
-    if name.lower() not in DTYPE_ALIASES:
+    if not isinstance(name, str) or name.lower() not in DTYPE_ALIASES:
         raise InvalidInputError(
             f"unknown number format {name!r}; there are {', '.join(sorted(set(DTYPE_ALIASES.values())))}"
         )

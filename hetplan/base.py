@@ -46,6 +46,17 @@ class Frozen(BaseModel):
         return type(self)(**(present | values))
 
 
+class _RecordError(InvalidInputError):
+    """Faults of a record, one a line, each beginning with the record's name."""
+
+    def __init__(self, subject: str, message: str) -> None:
+        self.subject = subject
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.subject, str(self)))
+
+
 def explain(error: ValidationError, subject: str) -> InvalidInputError:
     """Turn pydantic's report into one line per fault: where, what was given, what is allowed."""
     lines = []
@@ -55,13 +66,16 @@ def explain(error: ValidationError, subject: str) -> InvalidInputError:
         faults = [fault for fault in faults if fault["type"] != "too_short"] or faults
     for fault in faults:
         cause = fault.get("ctx", {}).get("error")
+        where = ".".join([subject, *(str(part) for part in fault["loc"])])
+        if isinstance(cause, _RecordError):
+            # A record inside this one has explained itself: its own name gives way to its place in this one.
+            lines += [where + line.removeprefix(cause.subject) for line in str(cause).splitlines()]
+            continue
         if isinstance(cause, InvalidInputError):
-            # A record inside this one has explained itself already.
             if len(faults) == 1:
                 return cause
-            lines.append(str(cause))
+            lines.append(f"{where}: {cause}")
             continue
-        where = ".".join([subject, *(str(part) for part in fault["loc"])])
         message = fault["msg"].removeprefix("Value error, ")
         given = repr(fault["input"])
         if fault["type"] == "extra_forbidden":
@@ -72,4 +86,4 @@ def explain(error: ValidationError, subject: str) -> InvalidInputError:
             lines.append(f"{where}: {message} (got {given})")
         else:
             lines.append(f"{where}: {message}")
-    return InvalidInputError("\n".join(lines))
+    return _RecordError(subject, "\n".join(lines))

@@ -376,7 +376,7 @@ def _counts(machines: list[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for text in machines:
         name, separator, count = text.partition("=")
-        if not separator or not count.isdigit():
+        if not separator or not (count.isascii() and count.isdigit()):
             raise InvalidInputError(f"--machine takes TYPE=COUNT, such as g6.12xlarge=3; got {text!r}")
         counts[name] = counts.get(name, 0) + int(count)
     return counts

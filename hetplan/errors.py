@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "HetplanError",
@@ -57,9 +58,15 @@ class UnknownNameError(InvalidInputError):
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         self.kind = kind
         self.name = name
+        known = tuple(known)
         self.nearest = nearest_names(name, known)
+        self._known = known
+        self._hint = hint
         listed = ", ".join(self.nearest) or "none is known"
         super().__init__(f"unknown {kind} {name!r}. Nearest: {listed}." + (f" {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.kind, self.name, self._known, self._hint))
 
 
 class UnsupportedModelError(InvalidInputError):
@@ -69,6 +76,9 @@ class UnsupportedModelError(InvalidInputError):
         self.model = model
         self.features = tuple(features)
         super().__init__(f"{model}: not modelled: {'; '.join(self.features)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.model, self.features))
 
 
 class UnsupportedFeatureError(InvalidInputError):
@@ -114,6 +124,9 @@ class InfeasibleError(HetplanError):
     def __init__(self, message: str, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (str(self), self.reasons))
 
 
 class NoSolutionError(HetplanError):

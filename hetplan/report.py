@@ -51,7 +51,7 @@ def plan_tables(plan: Plan) -> RenderableType:
                     f"{stage.layers[0]}-{stage.layers[1] - 1} ({stage.layer_count})",
                     stage.instance_type,
                     str(stage.node),
-                    ",".join(map(str, stage.gpu_indices)),
+                    _ranges(stage.gpu_indices),
                     str(stage.tensor_parallel),
                     stage.compute_dtype,
                     *(f"{size / GIB:.1f}" for size in memory),
@@ -63,6 +63,13 @@ def plan_tables(plan: Plan) -> RenderableType:
             table.caption_justify = "left"
             parts += [Text(), table, Text(p.requests_per_s.source, style="dim")]
     return Group(*parts)
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """``0-3`` for 0,1,2,3; a list where the numbers do not follow one another."""
+    if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
 
 
 def with_band(prediction: Prediction, unit: str) -> str:

@@ -25,6 +25,16 @@ TINY_LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+# Latent attention, two dense layers, then experts: two kinds of layers.
+TINY_MIXTURE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 512,
+    "intermediate_size": 1408, "moe_intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2, "moe_layer_freq": 1, "vocab_size": 8000, "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1,
+    "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
 WORKLOAD = hp.Workload(input_tokens=763, output_tokens=232)
 
 

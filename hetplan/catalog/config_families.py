@@ -6,10 +6,29 @@ the transformers class of that name; what no entry describes is refused by `conf
 
 from __future__ import annotations
 
+from hetplan.catalog.config_classic import (
+    biased_head_ends,
+    bloom,
+    bloom_ends,
+    falcon,
+    gpt_j,
+    gpt_neox,
+    layer_norm_ends,
+    phi,
+    phi3,
+)
+from hetplan.catalog.config_hybrid import deci, kimi_linear, nemotron_h, qwen_hybrid
 from hetplan.catalog.config_layers import ALWAYS, Family, Switch
+from hetplan.catalog.config_sparse import deepseek_v4, gemma4, llama4, minimax_m3, sparse_latent, v4_ends
 
 _ATTENTION_BIAS = Switch("attention_bias", False)
 _DEEPSEEK_HANDLES = frozenset({"experts", "mla"})
+_LINEAR_HANDLES = frozenset({"linear_attention", "linear_num_value_heads", "attn_output_gate"})
+_BLOOM_SPELLINGS = (
+    ("n_embed", "hidden_size"),
+    ("n_layer", "num_hidden_layers"),
+    ("n_head", "num_attention_heads"),
+)
 _BLOCK_SPARSE_MODULES = ("experts.{e}.w1", "experts.{e}.w3", "experts.{e}.w2")
 
 FAMILIES = (
@@ -116,6 +135,138 @@ FAMILIES = (
         sinks=True,
         handles=frozenset({"experts"}),
     ),
+    # ---- layers that a function builds
+    Family(
+        ("Qwen3_5MoeForCausalLM",),
+        ("qwen3_5_moe_text",),
+        build=qwen_hybrid,
+        handles=_LINEAR_HANDLES | {"experts"},
+    ),
+    Family(("Qwen3_5ForCausalLM",), ("qwen3_5_text",), build=qwen_hybrid, handles=_LINEAR_HANDLES),
+    Family(("Qwen3NextForCausalLM",), ("qwen3_next",), build=qwen_hybrid, handles=_LINEAR_HANDLES | {"experts"}),
+    Family(
+        ("KimiLinearForCausalLM",),
+        ("kimi_linear",),
+        build=kimi_linear,
+        spellings=(("model_max_length", "max_position_embeddings"), ("num_shared_experts", "n_shared_experts")),
+        handles=frozenset({"experts", "mla", "linear_attn_config"}),
+    ),
+    Family(
+        ("NemotronHForCausalLM",),
+        ("nemotron_h",),
+        build=nemotron_h,
+        prefixes=("model.layers", "backbone.layers"),
+        handles=frozenset(
+            {
+                "experts",
+                "hybrid_override_pattern",
+                "mamba",
+                "linear_attention",
+                "mlp",
+                "mamba_num_heads",
+                "moe_latent_size",
+                "moe_shared_expert_intermediate_size",
+            }
+        ),
+    ),
+    Family(("DeciLMForCausalLM",), ("nemotron-nas",), build=deci, handles=frozenset({"block_configs"})),
+    Family(
+        ("DeepseekV32ForCausalLM",),
+        ("deepseek_v32",),
+        build=sparse_latent,
+        handles=_DEEPSEEK_HANDLES | {"index_topk"},
+    ),
+    Family(
+        ("GlmMoeDsaForCausalLM",),
+        ("glm_moe_dsa",),
+        build=sparse_latent,
+        handles=_DEEPSEEK_HANDLES | {"index_topk", "mlp_layer_types", "deepseek_sparse_attention", "indexed_attention"},
+    ),
+    Family(
+        ("DeepseekV4ForCausalLM",),
+        ("deepseek_v4",),
+        build=deepseek_v4,
+        ends=v4_ends,
+        prefixes=("model.layers", "layers"),
+        handles=frozenset({"experts", "index_topk", "compress_ratios", "hc_mult", "o_lora_rank"}),
+    ),
+    Family(
+        ("MiniMaxM3ForCausalLM",),
+        ("minimax_m3", "minimax_m3_vl_text"),
+        build=minimax_m3,
+        handles=frozenset(
+            {"experts", "sparse_attention_config", "dense_intermediate_size", "shared_intermediate_size"}
+        ),
+    ),
+    Family(
+        ("Llama4ForCausalLM",),
+        ("llama4_text",),
+        build=llama4,
+        handles=frozenset(
+            {"experts", "attention_chunk_size", "interleave_moe_layer_step", "chunked_attention"},
+        ),
+    ),
+    Family(
+        ("Gemma4ForCausalLM",),
+        ("gemma4_text",),
+        build=gemma4,
+        spellings=(("top_k_experts", "num_experts_per_tok"),),
+        tied_by_default=True,
+        handles=frozenset(
+            {
+                "experts",
+                "enable_moe_block",
+                "attention_k_eq_v",
+                "global_head_dim",
+                "num_global_key_value_heads",
+            }
+        ),
+    ),
+    Family(
+        ("GPTJForCausalLM",),
+        ("gptj",),
+        build=gpt_j,
+        ends=biased_head_ends,
+        spellings=(
+            ("n_embd", "hidden_size"),
+            ("n_layer", "num_hidden_layers"),
+            ("n_head", "num_attention_heads"),
+            ("n_positions", "max_position_embeddings"),
+        ),
+        prefixes=("transformer.h",),
+    ),
+    Family(
+        ("GPTNeoXForCausalLM",),
+        ("gpt_neox",),
+        build=gpt_neox,
+        ends=layer_norm_ends,
+        prefixes=("gpt_neox.layers",),
+        handles=frozenset({"use_parallel_residual"}),
+    ),
+    Family(
+        ("FalconForCausalLM",),
+        ("falcon", "RWForCausalLM", "RefinedWeb", "RefinedWebModel"),
+        build=falcon,
+        ends=layer_norm_ends,
+        spellings=(*_BLOOM_SPELLINGS, ("num_kv_heads", "num_key_value_heads"), ("n_head_kv", "num_key_value_heads")),
+        default_positions=2048,
+        tied_by_default=True,
+        prefixes=("transformer.h",),
+        handles=frozenset({"alibi", "parallel_attn", "new_decoder_architecture"}),
+    ),
+    Family(
+        ("BloomForCausalLM",),
+        ("bloom",),
+        build=bloom,
+        ends=bloom_ends,
+        spellings=(*_BLOOM_SPELLINGS, ("seq_length", "max_position_embeddings")),
+        # ALiBi has no limit of its own; BLOOM was trained on 2,048 tokens.
+        default_positions=2048,
+        tied_by_default=True,
+        prefixes=("transformer.h",),
+    ),
+    Family(("PhiForCausalLM",), ("phi",), build=phi, ends=biased_head_ends),
+    Family(("Phi3ForCausalLM",), ("phi3",), build=phi3),
 )
 
 # Models around a language model: only that part is read.
@@ -125,5 +276,11 @@ WRAPPERS = frozenset(
         "Qwen3VLMoeForConditionalGeneration",
         "KimiK25ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "MiniMaxM3VLForConditionalGeneration",
     }
 )

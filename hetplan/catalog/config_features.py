@@ -42,6 +42,9 @@ _PARTS = {
     "moe_latent_size": "experts in a latent space",
     "routed_expert_hidden_size": "experts in a latent space",
     "attn_res_block_size": "residual connections by attention",
+    "expert_dtype": "experts stored in a type of their own",
+    "use_double_wide_mlp": "MLP of double width",
+    "qk_layernorm": "layer norms of queries and keys",
     "mlp_layer_types": "dense and expert layers by list",
     "share_expert_dim": "shared experts of their own size",
     "dense_intermediate_size": "dense layers of their own size",
@@ -111,8 +114,12 @@ def unsupported_features(values: Mapping[str, Any], handles: frozenset[str]) -> 
     experts = [key for key in EXPERT_COUNT_KEYS if _on(values.get(key))]
     if "experts" not in handles and experts:
         found.append(f"experts ({experts[0]})")
-    found += _layer_types(values)
-    found += [name if name.endswith(")") else f"{name} ({key})" for key, name in _PARTS.items() if _on(values.get(key))]
+    found += _layer_types(values, handles)
+    found += [
+        name if name.endswith(")") else f"{name} ({key})"
+        for key, name in _PARTS.items()
+        if key not in handles and _on(values.get(key))
+    ]
     if values.get("qk_norm_type", "per_layer") != "per_layer" and "projection_qk_norm" in handles:
         found.append(f"query and key norms of another form (qk_norm_type: {values['qk_norm_type']})")
     return list(dict.fromkeys(found))
@@ -132,13 +139,13 @@ def describe_unknown(values: Mapping[str, Any], architecture: str) -> list[str]:
     return [f"layers of the architecture {architecture}{told}"]
 
 
-def _layer_types(values: Mapping[str, Any]) -> list[str]:
+def _layer_types(values: Mapping[str, Any], handles: frozenset[str]) -> list[str]:
     """Layers that are not plain attention, from the lists that name each layer's type."""
-    found = []
+    found, known = [], {*_KNOWN_LAYER_TYPES, *handles}
     for key in ("layer_types", "layers_block_type"):
         types = values.get(key)
         if isinstance(types, list | tuple):
-            counts = Counter(kind for kind in types if isinstance(kind, str) and kind not in _KNOWN_LAYER_TYPES)
+            counts = Counter(kind for kind in types if isinstance(kind, str) and kind not in known)
             found += [f"{kind.replace('_', ' ')} layers ({key}: {kind})" for kind in counts]
     types = values.get("attn_type_list")
     if isinstance(types, list | tuple) and any(kind != 1 for kind in types):

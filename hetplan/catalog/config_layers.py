@@ -22,6 +22,7 @@ from hetplan.catalog.config_matrices import (
     projections,
     router,
 )
+from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
 from hetplan.catalog.model import Attention
 from hetplan.errors import InvalidInputError, UnsupportedModelError
 
@@ -44,6 +45,20 @@ class Switch(NamedTuple):
 NEVER = Switch(None, False)
 ALWAYS = Switch(None, True)
 _WINDOWS_BY_TYPES = ("from_layer", "by_types", "alternating")
+
+
+class Ends(NamedTuple):
+    """What a model has before and after its layers, beside embedding and head."""
+
+    final_norm_parameter_count: int
+    other_embedding_parameter_count: int = 0
+    head_bias: bool = False
+    residual_streams: int = 1
+
+
+def rms_ends(keys: Keys) -> Ends:
+    """A root-mean-square norm at the end: one parameter an element."""
+    return Ends(keys.count("hidden_size"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +90,27 @@ class Family:
     shared: Literal["none", "count", "size"] = "none"
     correction: Callable[[Keys], bool] = lambda keys: False
     sinks: bool = False
+    # Parts of a configuration that the family describes: "experts", "mla", keys and layer types.
     handles: frozenset[str] = frozenset()
+    # Layers that the fields above cannot describe: the function gives each in order.
+    build: Callable[[Keys], list[Layer]] | None = None
+    ends: Callable[[Keys], Ends] = rms_ends
+    # The family's own spellings: its key -> the key that is read here.
+    spellings: tuple[tuple[str, str], ...] = ()
+    default_positions: int | None = None
+    tied_by_default: bool = False
+    prefixes: tuple[str, ...] = ("model.layers",)
 
 
 def build_layers(family: Family, keys: Keys) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
     """The kinds of layer of a configuration, and the kind of each layer in order."""
     count = keys.count("num_hidden_layers", maximum=MAX_LAYERS)
+    if family.build is not None:
+        built = family.build(keys)
+        if len(built) != count:
+            raise keys.fault("num_hidden_layers", count, f"the configuration lists {len(built)} layers")
+        unlike = tuple(dict.fromkeys(built))
+        return unlike, tuple(unlike.index(layer) for layer in built)
     _check_ignored(family, keys)
     windows = _windows(family, keys, count)
     with_experts = _expert_layers(family, keys, count)
@@ -107,7 +137,7 @@ def _check_ignored(family: Family, keys: Keys) -> None:
 
 
 def _layer(family: Family, keys: Keys, window: int | None, experts: bool, *, mixed: bool) -> Layer:
-    attend = mla if family.attention == "mla" else gqa
+    attend = _mla if family.attention == "mla" else _gqa
     attention, matrices, norms = attend(family, keys, window)
     other = norms + 2 * keys.count("hidden_size")
     if family.sinks:
@@ -127,22 +157,34 @@ def _layer(family: Family, keys: Keys, window: int | None, experts: bool, *, mix
 # ---- attention
 
 
-def gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+def read_heads(
+    keys: Keys, *, default_kv_heads: int | None = None, default_head_dim: int | None = None
+) -> tuple[int, int, int]:
+    """Heads, KV heads and head size; the defaults hold where a key is absent, not where it is null."""
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    kv_heads = keys.count("num_key_value_heads", default=_default_kv_heads(family, keys, heads))
+    # An explicit null means "as many as heads" in every family; absence is the class default.
+    absent = default_kv_heads is not None and "num_key_value_heads" not in keys.values
+    kv_heads = keys.count("num_key_value_heads", default=default_kv_heads if absent else heads)
     if heads % kv_heads:
         raise keys.fault("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
     head_dim = keys.optional_count("head_dim")
-    if head_dim is None and family.default_head_dim is not None and "head_dim" not in keys.values:
-        head_dim = family.default_head_dim
+    if head_dim is None and default_head_dim is not None and "head_dim" not in keys.values:
+        head_dim = default_head_dim
     if head_dim is None:
         if hidden % heads:
             raise keys.fault(
                 "num_attention_heads", heads, f"must divide hidden_size = {hidden} when head_dim is absent"
             )
         head_dim = hidden // heads
+    return heads, kv_heads, head_dim
+
+
+def _gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+    heads, kv_heads, head_dim = read_heads(
+        keys, default_kv_heads=family.default_kv_heads, default_head_dim=family.default_head_dim
+    )
     matrices = projections(
-        hidden,
+        keys.count("hidden_size"),
         heads,
         kv_heads,
         head_dim,
@@ -156,15 +198,15 @@ def gqa(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list
     return attention, matrices, norms
 
 
-def _default_kv_heads(family: Family, keys: Keys, heads: int) -> int:
-    # An explicit null means "as many as heads" in every family; absence is the class default.
-    if family.default_kv_heads is None or "num_key_value_heads" in keys.values:
-        return heads
-    return family.default_kv_heads
+def _mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
+    bias, output_bias = family.qkv_bias.read(keys), family.output_bias.read(keys)
+    attention, matrices, norms = read_latent(keys, bias=bias, output_bias=output_bias)
+    return attention.replace(window_tokens=window), matrices, norms
 
 
-def mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list[Matrix], int]:
-    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+def read_latent(keys: Keys, *, bias: bool = False, output_bias: bool = False) -> tuple[Attention, list[Matrix], int]:
+    """Latent attention (MLA), its matrices and the parameters of its norms."""
+    heads = keys.count("num_attention_heads")
     if "q_lora_rank" not in keys.values:
         raise InvalidInputError(
             f"{keys.where}: missing key 'q_lora_rank' (null for none), needed by {keys.architecture}"
@@ -173,17 +215,16 @@ def mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list
     kv_rank, rope = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
     no_rope, value_dim = keys.count("qk_nope_head_dim"), keys.count("v_head_dim")
     matrices = latent_projections(
-        hidden,
+        keys.count("hidden_size"),
         heads,
         query_rank=query_rank,
         kv_rank=kv_rank,
         rope_dim=rope,
         no_rope_dim=no_rope,
         value_dim=value_dim,
-        bias=family.qkv_bias.read(keys),
-        output_bias=family.output_bias.read(keys),
+        bias=bias,
+        output_bias=output_bias,
     )
-    norms = kv_rank + (query_rank or 0)
     attention = Attention(
         kind="mla",
         heads=heads,
@@ -192,9 +233,8 @@ def mla(family: Family, keys: Keys, window: int | None) -> tuple[Attention, list
         value_head_dim=value_dim,
         kv_latent_size=kv_rank + rope,
         kv_lora_rank=kv_rank,
-        window_tokens=window,
     )
-    return attention, matrices, norms
+    return attention, matrices, kv_rank + (query_rank or 0)
 
 
 def _windows(family: Family, keys: Keys, count: int) -> list[int | None]:
@@ -231,14 +271,55 @@ def _windows(family: Family, keys: Keys, count: int) -> list[int | None]:
 
 def _expert_layers(family: Family, keys: Keys, count: int) -> list[bool]:
     if family.experts == "after_first":
-        first = keys.count("first_k_dense_replace", default=family.default_dense_layers, minimum=0)
-        every = keys.count("moe_layer_freq", default=1)
-        return [layer >= first and layer % every == 0 for layer in range(count)]
+        return dense_layers(keys, count, default=family.default_dense_layers)
     if family.experts == "by_step":
-        step = keys.count("decoder_sparse_step", default=1)
-        dense = set(keys.counts("mlp_only_layers"))
-        return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
+        return step_layers(keys, count)
     return [family.experts == "all"] * count
+
+
+def dense_layers(keys: Keys, count: int, *, default: int) -> list[bool]:
+    """Which layers hold experts, where the first few do not: by list, else by first_k_dense_replace."""
+    listed = keys.texts("mlp_layer_types")
+    if listed:
+        if len(listed) != count or not set(listed) <= {"dense", "sparse"}:
+            raise keys.fault("mlp_layer_types", list(listed), f"{count} times dense or sparse")
+        return [kind == "sparse" for kind in listed]
+    first = keys.count("first_k_dense_replace", default=default, minimum=0)
+    every = keys.count("moe_layer_freq", default=1)
+    return [layer >= first and layer % every == 0 for layer in range(count)]
+
+
+def step_layers(keys: Keys, count: int) -> list[bool]:
+    """Which layers hold experts, where a step and a list of exceptions say so."""
+    step = keys.count("decoder_sparse_step", default=1)
+    dense = set(keys.counts("mlp_only_layers"))
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
+
+
+def listed_types(keys: Keys, known: tuple[str, ...]) -> list[str] | None:
+    """layer_types, checked; None when the configuration does not list them."""
+    types = list(keys.texts("layer_types"))
+    if not types:
+        return None
+    count = keys.count("num_hidden_layers")
+    if len(types) != count:
+        raise keys.fault("layer_types", len(types), f"must list num_hidden_layers = {count} layers")
+    unknown = [kind for kind in types if kind not in known]
+    if unknown:
+        raise UnsupportedModelError(f"{keys.where} ({keys.architecture})", [f"{unknown[0]} layers (layer_types)"])
+    return types
+
+
+def read_state_dtype(keys: Keys, key: str = "mamba_ssm_dtype", *, default: Dtype | None = None) -> Dtype:
+    """Type of the state of linear attention or Mamba: as stated, else ``default``, else the model's."""
+    for given in (keys.text(key), None if default else keys.text("torch_dtype") or keys.text("dtype")):
+        if given is None:
+            continue
+        dtype = DTYPE_ALIASES.get(given.removeprefix("torch."))
+        if dtype is None:
+            raise keys.fault(key, given, f"one of {', '.join(sorted(DTYPE_ALIASES))} is needed")
+        return dtype
+    return default or "bf16"
 
 
 def _experts(family: Family, keys: Keys) -> list[Matrix]:

@@ -27,8 +27,7 @@ _INDEX = "model.safetensors.index.json"
 _FILE_SUFFIX = f"_{_CONFIG}"
 _BASE_DTYPES = ("fp32", "bf16", "fp16")
 _DEFAULT_BASE_DTYPE: Dtype = "bf16"
-_PREFIXES = ("model.layers",)
-_WRAPPED_PREFIXES = ("model.layers", "language_model.model.layers", "model.language_model.layers")
+_WRAPPED_PREFIXES = ("language_model.model.layers", "model.language_model.layers")
 _FAMILY_BY_NAME = {name: family for family in FAMILIES for name in (*family.architectures, *family.model_types)}
 _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
@@ -114,7 +113,8 @@ def _read(
         notes.append(f"no torch_dtype: {base} assumed")
     scheme = _scheme(outer, keys, quantization)
     wrapped = keys is not outer
-    kinds, kind_of_layer = _quantized_kinds(layers, pattern, scheme, _WRAPPED_PREFIXES if wrapped else _PREFIXES, keys)
+    prefixes = (*family.prefixes, *_WRAPPED_PREFIXES) if wrapped else family.prefixes
+    kinds, kind_of_layer = _quantized_kinds(layers, pattern, scheme, prefixes, keys)
     stored = scheme.quantization if scheme is not None else None
     if not any(matrix.quantized for kind in kinds for matrix in kind.linears):
         stored = None
@@ -123,18 +123,21 @@ def _read(
         # The index then also counts what is not part of this model, such as a vision tower.
         notes.append("checkpoint index not used: it counts more than the language model's own layers")
         checkpoint = None
-    hidden = keys.count("hidden_size")
+    ends = family.ends(keys)
     return ModelSpec(
         name=name or _given_name(outer) or keys.architecture,
         architecture=keys.architecture,
         source="; ".join([source, *notes]),
-        hidden_size=hidden,
+        hidden_size=keys.count("hidden_size"),
         vocabulary_size=keys.count("vocab_size"),
-        max_position_tokens=keys.count("max_position_embeddings"),
+        max_position_tokens=keys.count("max_position_embeddings", default=family.default_positions),
         layer_kinds=kinds,
         layer_pattern=kind_of_layer,
-        tied_embeddings=keys.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", False)),
-        final_norm_parameter_count=hidden,
+        tied_embeddings=keys.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", family.tied_by_default)),
+        other_embedding_parameter_count=ends.other_embedding_parameter_count,
+        head_bias=ends.head_bias,
+        final_norm_parameter_count=ends.final_norm_parameter_count,
+        residual_streams=ends.residual_streams,
         weight_dtype=scheme.weight_dtype if stored and scheme and scheme.weight_dtype else base,
         base_dtype=base,
         kv_dtype=(scheme.kv_dtype if scheme else None) or base,
@@ -165,8 +168,23 @@ def _choose(outer: Keys) -> tuple[Family, Keys, list[str]]:
     architecture = family.architectures[0]
     if inner is None:
         outer.architecture = architecture
+        outer.values = _respelled(outer, family)
         return family, outer, notes
-    return family, Keys(values, f"{outer.where} text_config", architecture), notes
+    keys = Keys(values, f"{outer.where} text_config", architecture)
+    keys.values = _respelled(keys, family)
+    return family, keys, notes
+
+
+def _respelled(keys: Keys, family: Family) -> Mapping[str, Any]:
+    """The values with the family's own spellings also under the keys that are read here."""
+    values = dict(keys.values)
+    for own, read in family.spellings:
+        if not keys.has(own):
+            continue
+        if values.get(read) not in (None, values[own]):
+            raise keys.fault(own, values[own], f"must agree with {read} = {values[read]}; keep the right one")
+        values[read] = values[own]
+    return values
 
 
 def _architecture(keys: Keys) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from hetplan.base import Frozen
+from hetplan.catalog.hardware import GpuSpec
 from hetplan.errors import UnknownNameError
+from hetplan.units import GIB
 
 LimitName = Literal["one-tensor-parallel-degree", "equal-gpus-per-node", "consecutive-stages-per-node", "one-dtype"]
 
@@ -104,3 +107,22 @@ def get_engine(name: str) -> EngineProfile:
     if name not in ENGINES:
         raise UnknownNameError("engine", name, ENGINES, "engine=None plans without an engine's limits.")
     return ENGINES[name]
+
+
+# vLLM's defaults by GPU memory: GPUs of 70 GiB and more (A100 apart) take larger steps.
+_LARGE_GPU_BYTES = 70 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDefaults:
+    """Batch limits that the engine takes when none are given."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def engine_defaults(gpu: GpuSpec) -> EngineDefaults:
+    """vLLM's batch limits for a GPU (vllm/engine/arg_utils.py, the API server's)."""
+    if gpu.memory_bytes >= _LARGE_GPU_BYTES and "A100" not in gpu.name:
+        return EngineDefaults(max_num_seqs=1024, max_num_batched_tokens=8192)
+    return EngineDefaults(max_num_seqs=256, max_num_batched_tokens=2048)

@@ -15,7 +15,7 @@ _SOURCE = "a guess at one core of an ordinary machine; calibrate it for predicti
 LOCAL_GPU = GpuSpec(
     name=NAME,
     vendor="any",
-    memory_bytes=GIB,
+    memory_bytes=5 * GIB,
     bandwidth_bytes_per_s=5.0 * GB,
     dense_flops={"fp32": 50.0 * GIGA, "bf16": 25.0 * GIGA},
     native_dtypes=("fp32", "bf16"),
@@ -28,6 +28,6 @@ LOCAL_MACHINE = InstanceType(
     gpu=LOCAL_GPU,
     gpu_count=2,
     intra_node_links={2: Link(latency_s=50e-6, bytes_per_s=1.0 * GB, source=_SOURCE)},
-    inter_node_link=Link(latency_s=100e-6, bytes_per_s=1.0 * GB, source=_SOURCE),
+    inter_node_link=Link(latency_s=50e-6, bytes_per_s=1.0 * GB, source=_SOURCE),
     source=_SOURCE,
 )

@@ -3,7 +3,10 @@
 Where it departs from Table 2 and eqs. 1-6 of ShuntServe:
 
 - projections take n_heads * head_dim, not H; GQA, MLA and experts as the model has them;
-- attention in prefill is causal and stays within a sliding window;
+- attention in prefill is causal and stays within a sliding window; sparse attention sees the tokens that its
+  indexer chooses, and pays for scoring all of them;
+- linear attention and Mamba-2 read and write a state of constant size in decode, and scan chunks in prefill;
+- a layer without attention, or without MLP, pays for what it has;
 - the LM head runs on the last token of each sequence, on the last stage; embedding and head weigh where they live;
 - collectives have a link per group size; a send takes the slower of both network cards;
 - norms, rotary, activation functions, KV writes, kernel and step overheads cost time;
@@ -23,7 +26,7 @@ from numpy.typing import ArrayLike
 from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.dtypes import DTYPE_BITS, dtype_bytes
 from hetplan.catalog.hardware import InstanceType, Link
-from hetplan.catalog.model import LayerKind, Linear, ModelSpec
+from hetplan.catalog.model import Attention, LayerKind, Linear, ModelSpec
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array
 from hetplan.estimator.communication import all_gather_s, all_reduce_s, boundary_link, group_link, send_s
 from hetplan.estimator.memory import (
@@ -37,10 +40,13 @@ from hetplan.estimator.operations import expected_experts
 from hetplan.plan import Stage, StageMemory
 from hetplan.problem.placement import PlacementProblem
 
-# Kernels a layer beside its GEMMs and attention: two norms with residual, rotary with KV write, activation.
-_SMALL_KERNELS = 4
+# Kernels of half a layer beside its GEMMs and attention: norm with residual, and rotary with KV write or activation.
+_SMALL_KERNELS = 2
 # Elements moved per token by a norm with residual: the state, the residual and the result, twice each.
 _NORM_ELEMENTS = 6
+# Tokens of a chunk in the prefill of linear attention (the kernels of flash-linear-attention) and of Mamba-2
+# (chunk_size of Nemotron-H).
+_CHUNK_TOKENS = {"linear": 64, "mamba": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +89,13 @@ class CalibratedEstimator(LayerwiseEstimator):
         seconds = attention_s
         for group in _gemm_groups(layer):
             seconds = seconds + _gemm_s(model, group, degree, tokens, rates, element)
-        attention = layer.attention
-        heads = -(-attention.heads // degree)
-        kv_elements = attention.kv_elements_per_token(degree)
-        moved = 2 * _NORM_ELEMENTS * model.hidden_size * element
-        moved += 2 * (heads * attention.head_dim + kv_elements) * element + kv_elements * dtype_bytes(model.kv_dtype)
+        halves = (layer.attention.kind != "none") + layer.has_mlp
+        moved = halves * _NORM_ELEMENTS * model.hidden_size * model.residual_streams * element
+        moved += _mixed_bytes(model, layer, degree)
         moved += 1.5 * _activation_width(layer, degree) * element
-        seconds = seconds + tokens * moved / rates.bytes_per_s + _SMALL_KERNELS * rates.kernel_s
+        seconds = seconds + tokens * moved / rates.bytes_per_s + halves * _SMALL_KERNELS * rates.kernel_s
         if rates.link is not None:
-            seconds = seconds + 2 * all_reduce_s(tokens * model.hidden_size * element, rates.link, degree)
+            seconds = seconds + halves * all_reduce_s(tokens * model.hidden_size * element, rates.link, degree)
         return seconds
 
     def _end_step_s(
@@ -137,13 +141,21 @@ class CalibratedEstimator(LayerwiseEstimator):
         """(B,) seconds of causal attention of ``tokens`` new tokens a sequence over ``context`` cached ones."""
         attention = model.layer_kinds[kind].attention
         rates = self._rates_of(model, machine, degree)
+        if attention.kind == "none":
+            return np.zeros_like(sequences)
+        if attention.keeps_state:
+            return _chunked_scan_s(model, attention, degree, sequences, tokens, rates)
         heads = -(-attention.heads // degree)
         widths = attention.head_dim + attention.value_head_dim
-        pairs = _attended_pairs(tokens, context, attention.window_tokens)
+        pairs = _chosen_pairs(attention, tokens, context)
         new = 2 * heads * widths * tokens * dtype_bytes(model.base_dtype)
         cached = (tokens + context) * attention.kv_elements_per_token(degree) * dtype_bytes(model.kv_dtype)
         compute = sequences * 2 * heads * widths * pairs / rates.attention_flops
-        return np.maximum(compute, sequences * (new + cached) / rates.bytes_per_s) + rates.kernel_s
+        seconds = np.maximum(compute, sequences * (new + cached) / rates.bytes_per_s) + rates.kernel_s
+        if attention.index_heads is not None:
+            scored = _attended_pairs(tokens, context, None)
+            seconds = seconds + _indexer_s(attention, sequences, scored, tokens + context, rates)
+        return seconds
 
     def _decode_attention_s(
         self, model: ModelSpec, kind: int, machine: InstanceType, degree: int, sequences: FloatArray, context: float
@@ -151,16 +163,23 @@ class CalibratedEstimator(LayerwiseEstimator):
         """(B,) seconds of one decode step's attention over ``context`` tokens a sequence."""
         attention = model.layer_kinds[kind].attention
         rates = self._rates_of(model, machine, degree)
+        if attention.kind == "none":
+            return np.zeros_like(sequences)
+        if attention.keeps_state:
+            return _state_update_s(model, attention, degree, sequences, rates)
         heads = -(-attention.heads // degree)
         if attention.kind == "mla":
             widths = (attention.kv_latent_size or 0) + (attention.kv_lora_rank or 0)
         else:
             widths = attention.head_dim + attention.value_head_dim
-        attended = context if attention.window_tokens is None else min(context, attention.window_tokens)
-        scanned = attention.kv_elements_per_sequence(context, degree) * dtype_bytes(model.kv_dtype)
+        attended = attention.attended_entries(context)
+        scanned = attended * attention.kv_elements_per_entry(degree) * dtype_bytes(model.kv_dtype)
         scanned += heads * widths * dtype_bytes(model.base_dtype)
         compute = sequences * 2 * heads * widths * attended / rates.attention_flops
-        return np.maximum(compute, sequences * scanned / rates.bytes_per_s) + rates.kernel_s
+        seconds = np.maximum(compute, sequences * scanned / rates.bytes_per_s) + rates.kernel_s
+        if attention.index_heads is not None:
+            seconds = seconds + _indexer_s(attention, sequences, context, context, rates)
+        return seconds
 
     # ---- the protocol
 
@@ -216,7 +235,7 @@ class CalibratedEstimator(LayerwiseEstimator):
         sequences = batch_array(batch)
         link = boundary_link(sender, receiver, same_node=same_node)
         tokens, steps = (input_tokens, 1.0) if phase == "prefill" else (1.0, self.decode_steps(output_tokens))
-        message = sequences * tokens * model.hidden_size * dtype_bytes(model.base_dtype)
+        message = sequences * tokens * model.hidden_size * model.residual_streams * dtype_bytes(model.base_dtype)
         return np.asarray(steps * send_s(message, link))
 
     def step_seconds(
@@ -334,6 +353,80 @@ def _activation_width(layer: LayerKind, degree: int) -> int:
         for matrix in layer.linears
         if matrix.fused is not None and matrix.fused.endswith("gate_up")
     )
+
+
+def _mixed_bytes(model: ModelSpec, layer: LayerKind, degree: int) -> float:
+    """Bytes per token between the projections and the attention: rotary and KV write, or the short convolution."""
+    attention, element = layer.attention, dtype_bytes(model.base_dtype)
+    heads = -(-attention.heads // degree)
+    if attention.kind == "none":
+        return 0.0
+    if attention.keeps_state:
+        groups = max(1, -(-attention.kv_heads // degree))
+        # Values, their gate, keys and queries are read and written once more.
+        return 4 * (heads * attention.value_head_dim + groups * attention.head_dim) * element
+    kv_elements = attention.kv_elements_per_token(degree)
+    written = kv_elements * dtype_bytes(model.kv_dtype) + attention.index_bytes_per_token
+    return 2 * (heads * attention.head_dim + kv_elements) * element + written
+
+
+def _state_update_s(
+    model: ModelSpec, attention: Attention, degree: int, sequences: FloatArray, rates: _Rates
+) -> FloatArray:
+    """(B,) seconds of one decode step of linear attention or Mamba-2: the whole state is read and written.
+
+    Multiply-adds per element of the state: decay and outer product, and the product with the query; the delta
+    rule also takes the product with the key away first.
+    """
+    products = 3 if attention.kind == "linear" else 2
+    elements = -(-attention.heads // degree) * attention.head_dim * attention.value_head_dim
+    moved = 2 * attention.state_bytes_per_sequence(degree, model.base_dtype)
+    compute = sequences * 2 * products * elements / rates.attention_flops
+    return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
+
+
+def _chunked_scan_s(
+    model: ModelSpec, attention: Attention, degree: int, sequences: FloatArray, tokens: float, rates: _Rates
+) -> FloatArray:
+    """(B,) seconds of linear attention or Mamba-2 over ``tokens`` new tokens a sequence.
+
+    With chunks of C tokens, keys of d_k and values of d_v elements, each token and head takes 2 C (d_k + d_v)
+    FLOPs within its chunk and 4 d_k d_v with the state (Dao & Gu, "Transformers are SSMs", 2024, section 6). The
+    delta rule's triangular system adds 2 C (2 d_k + d_v) and 2 d_k d_v (Yang et al., "Parallelizing Linear
+    Transformers with the Delta Rule over Sequence Length", 2024). Each chunk's state is written and read.
+    """
+    chunk = _CHUNK_TOKENS[attention.kind]
+    key, value = attention.head_dim, attention.value_head_dim
+    heads, groups = -(-attention.heads // degree), max(1, -(-attention.kv_heads // degree))
+    flops = 2 * chunk * (key + value) + 4 * key * value
+    if attention.kind == "linear":
+        flops += 2 * chunk * (2 * key + value) + 2 * key * value
+    chunks = -(-tokens // chunk)
+    moved = tokens * 2 * (heads * value + groups * key) * dtype_bytes(model.base_dtype)
+    moved += 2 * chunks * attention.state_bytes_per_sequence(degree, model.base_dtype)
+    compute = sequences * tokens * heads * flops / rates.attention_flops
+    return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
+
+
+def _indexer_s(attention: Attention, sequences: FloatArray, pairs: float, tokens: float, rates: _Rates) -> FloatArray:
+    """(B,) seconds of scoring ``pairs`` of queries and index keys, of ``tokens`` kept tokens a sequence."""
+    heads, size = attention.index_heads or 0, attention.index_head_dim or 0
+    # A compressed layer has one key for several tokens; its bytes are per token already.
+    scored = pairs / (attention.compression_tokens or 1)
+    compute = sequences * 2 * heads * size * scored / rates.attention_flops
+    moved = tokens * attention.index_bytes_per_token
+    return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
+
+
+def _chosen_pairs(attention: Attention, tokens: float, context: float) -> float:
+    """Query-key pairs of causal attention within the window, beyond it where compressed, and of the top k only."""
+    limits = [n for n in (attention.window_tokens, attention.top_k_tokens) if n is not None]
+    ratio = attention.compression_tokens
+    if ratio is None:
+        return _attended_pairs(tokens, context, min(limits, default=None))
+    near = _attended_pairs(tokens, context, attention.window_tokens)
+    far = None if attention.top_k_tokens is None else attention.top_k_tokens * ratio
+    return near + _attended_pairs(tokens, context, far) / ratio
 
 
 def _attended_pairs(tokens: float, context: float, window: int | None) -> float:

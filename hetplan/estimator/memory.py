@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hetplan.catalog.calibration import Calibration, Quantity
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype, dtype_bytes
+from hetplan.catalog.engines import engine_defaults
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.estimator.base import sum_over_layers
@@ -29,24 +28,6 @@ _HIDDEN_COPIES = 1.4
 
 # Most sequences that a plan keeps in flight unless told otherwise: vLLM's largest default.
 MAX_NUM_SEQS = 1024
-
-# vLLM's defaults by GPU memory: GPUs of 70 GiB and more (A100 apart) take larger steps.
-_LARGE_GPU_BYTES = 70 * GIB
-
-
-@dataclass(frozen=True, slots=True)
-class EngineDefaults:
-    """Batch limits that the engine takes when none are given."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-def engine_defaults(gpu: GpuSpec) -> EngineDefaults:
-    """vLLM's batch limits for a GPU (vllm/engine/arg_utils.py, the API server's)."""
-    if gpu.memory_bytes >= _LARGE_GPU_BYTES and "A100" not in gpu.name:
-        return EngineDefaults(max_num_seqs=1024, max_num_batched_tokens=8192)
-    return EngineDefaults(max_num_seqs=256, max_num_batched_tokens=2048)
 
 
 def engine_memory(

@@ -39,19 +39,37 @@ class FeedForward:
 
 
 def feed_forwards(model: ModelSpec, kind: LayerKind) -> list[FeedForward]:
-    """The MLPs of a layer kind, read off its matrices: each fused gate-and-up group is one."""
+    """The MLPs of a layer kind, read off its matrices: each fused group of one or two matrices up is one.
+
+    Raises
+    ------
+    UnsupportedModelError
+        For a layer that Table 2 has no rows for, by name.
+    """
+    lacking = _without_rows(kind)
+    if lacking:
+        raise UnsupportedModelError(
+            model.name, [f"{kind.name}: Table 2 has no rows for {lacking}; use estimator='calibrated'"]
+        )
     groups: dict[str, list[int]] = {}
     experts: dict[str, tuple[int, int]] = {}
     for matrix in kind.linears:
         if matrix.fused is not None and matrix.fused.endswith("gate_up"):
             groups.setdefault(matrix.fused, []).append(matrix.outputs)
             experts[matrix.fused] = (matrix.experts, matrix.active_experts)
-    if not groups or kind.attention.kind != "gqa":
-        raise UnsupportedModelError(
-            model.name,
-            [f"{kind.name}: Table 2 has rows for grouped attention with a gated MLP only; use estimator='calibrated'"],
-        )
     return [FeedForward(sizes[0], len(sizes), *experts[name]) for name, sizes in groups.items()]
+
+
+def _without_rows(kind: LayerKind) -> str | None:
+    """What a layer has that the table does not know: it has rows for grouped attention and an MLP on its output."""
+    names = {"mla": "latent attention", "linear": "linear attention", "mamba": "Mamba layers"}
+    if kind.attention.kind == "none":
+        return "layers without attention"
+    if kind.attention.kind != "gqa":
+        return names[kind.attention.kind]
+    if kind.attention.top_k_tokens is not None:
+        return "sparse attention"
+    return None if kind.has_mlp else "layers without an MLP"
 
 
 def expected_experts(experts: int, active: int, tokens: FloatArray) -> FloatArray:

@@ -175,7 +175,11 @@ def pipeline_rates(
     else:
         latency, ttft = slowest, times.prefill.max(axis=0)
     steps = estimator.decode_steps(problem.workload.mean_output_tokens)
-    tpot = (latency - ttft) / steps if steps > 0 else np.zeros_like(latency)
+    if steps > 0:
+        tpot = (latency - ttft) / steps
+    else:
+        # The first token is the last.
+        ttft, tpot = latency, np.zeros_like(latency)
     return PipelineRates(requests_per_s=sequences / slowest, ttft_s=ttft, tpot_s=tpot, latency_s=latency)
 
 

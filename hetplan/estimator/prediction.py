@@ -177,13 +177,23 @@ def _sequences_or_shortfall(problem: PlacementProblem, estimator: Estimator, sta
 
 def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
     """See `hetplan.estimate`."""
-    problem = plan.problem if workload is None else plan.problem.replace(workload=workload)
+    problem = plan.problem
+    if workload is not None:
+        # The pipelines are given: a demand that they were bought for no longer matters.
+        problem = problem.replace(workload=workload, max_model_len=None, objective="throughput")
     estimator = make_estimator(problem)
     predicted: list[PipelinePredictions] = []
     rate = tokens = 0.0
     for deployment in plan.deployments:
         for pipeline in deployment.pipelines:
             stages = shapes_of(problem, pipeline)
+            if problem.longest_request_tokens > pipeline.max_model_len:
+                longest = problem.longest_request_tokens
+                raise InfeasibleError(
+                    f"the workload's longest request has {longest:,} tokens; this plan's pipelines take "
+                    f"{pipeline.max_model_len:,}. Plan again with max_model_len={longest}",
+                    [Reason("max_model_len", deployment.model, longest, pipeline.max_model_len, "tokens")],
+                )
             fits = min(pipeline.max_num_seqs, _sequences_or_shortfall(problem, estimator, stages))
             batch = max(1, micro_batch(estimator, fits, len(stages)))
             here = predictions_at(problem, estimator, stages, min(batch, pipeline.micro_batch))

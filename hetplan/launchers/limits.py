@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 from hetplan.catalog.engines import LIMITS, EngineProfile, LimitName
 from hetplan.errors import UnsupportedFeatureError
@@ -15,9 +16,13 @@ class EngineLimitError(UnsupportedFeatureError):
 
     def __init__(self, limit: LimitName, engine: str, found: str) -> None:
         self.limit = limit
+        self._parts = (limit, engine, found)
         super().__init__(
             f"{engine} cannot run this plan: {limit}: {LIMITS[limit]}; {found}. Plan with engine={engine!r}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self._parts)
 
 
 def _degrees(pipeline: Pipeline) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetplan.catalog.dtypes import Dtype
-from hetplan.catalog.engines import EngineProfile
+from hetplan.catalog.engines import EngineProfile, engine_defaults
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.models import hugging_face_id
 from hetplan.errors import UnknownNameError
@@ -151,8 +151,6 @@ def _arguments(
 
 
 def _step_tokens(plan: Plan, pipeline: Pipeline) -> int:
-    from hetplan.estimator.memory import engine_defaults
-
     if plan.problem.max_num_batched_tokens is not None:
         return plan.problem.max_num_batched_tokens
     machines = [plan.problem.cluster.instance_type(stage.instance_type) for stage in pipeline.stages]

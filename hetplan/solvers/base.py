@@ -9,7 +9,6 @@ proven one. Registering a class makes it reachable as ``optimize(..., solver="na
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -114,8 +113,8 @@ def get_solver(name: str, **parameters: Any) -> Solver:
     InvalidInputError
         If it does not take a parameter, or not that value.
     """
-    if name not in _SOLVERS:
-        raise UnknownNameError("solver", name, _SOLVERS, f"There are: {', '.join(solver_names())}.")
+    if not isinstance(name, str) or name not in _SOLVERS:
+        raise UnknownNameError("solver", str(name), _SOLVERS, f"There are: {', '.join(solver_names())}.")
     module, class_name = _SOLVERS[name]
     kind = getattr(import_module(module), class_name)
     known = [p for p in inspect.signature(kind).parameters if p not in ("args", "kwargs")]
@@ -130,8 +129,15 @@ def get_solver(name: str, **parameters: Any) -> Solver:
     return solver
 
 
+def check_count(value: object, name: str) -> int:
+    """A solver option that counts something, refused unless it is a whole number from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+    return value
+
+
 def check_time_limit(time_limit_s: float) -> float:
     """The limit, refused when negative or not a number."""
-    if not time_limit_s >= 0 or math.isnan(time_limit_s):
-        raise InvalidInputError(f"time_limit_s is at least 0, got {time_limit_s}")
+    if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s >= 0:
+        raise InvalidInputError(f"time_limit_s is a number of seconds from 0, got {time_limit_s!r}")
     return time_limit_s

@@ -561,6 +561,8 @@ def _figures(scene: _Scene, pipeline: Pipeline) -> _Figures:
     else:
         latency, first_token = slowest, max(prefill)
     steps = scene.estimator.decode_steps(work.mean_output_tokens)
+    if steps == 0:
+        first_token = latency
     return _Figures(
         requests_per_s=size / slowest,
         ttft_s=first_token,

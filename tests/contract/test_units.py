@@ -38,7 +38,8 @@ PLAIN = {
     "max_model_len", "max_num_batched_tokens", "max_position_tokens", "window_tokens",
     # sizes of matrices, in elements
     "inputs", "outputs", "granularity", "heads", "kv_heads", "head_dim", "value_head_dim", "kv_latent_size",
-    "kv_lora_rank", "index_heads", "index_head_dim", "residual_streams", "hidden_size", "vocabulary_size", "group_inputs", "group_outputs", "bits",
+    "kv_lora_rank", "index_heads", "index_head_dim", "residual_streams", "hidden_size", "vocabulary_size",
+    "group_inputs", "group_outputs", "bits",
     # the unit is in another field, or in the objective's name
     "objective", "bound", "value", "low", "high", "limit", "band", "shape", "parameters", "requests_per_s_change",
     "cost_usd_per_hour_change",

@@ -102,6 +102,30 @@ def test_every_plan_of_the_default_solver_is_at_least_as_good_as_the_others() ->
             assert sign * best >= sign * solve(solver=other, objective=objective).objective * (1 - sign * 1e-12)
 
 
+WORTH_NOTHING = pytest.mark.xfail(
+    strict=True, reason="pipelines are added until the machines run out, whatever they add"
+)
+
+
+@pytest.mark.parametrize(
+    "solver", [pytest.param(name, marks=WORTH_NOTHING if name == "dp-beam" else ()) for name in solver_names()]
+)
+def test_a_pipeline_that_loses_more_by_its_latency_than_it_serves_is_left_out(solver: str) -> None:
+    """Under a soft limit a slow pipeline is worth less than nothing (eq. 7); the plan is better without it."""
+    plan = verified(
+        hp.optimize(
+            model="llama-3.2-1b",
+            cluster={"g6e.xlarge": 1, "g4dn.xlarge": 2},
+            workload=WORKLOAD,
+            slo=hp.Slo(ttft_s=0.02, hard=False),
+            latency_penalty=3,
+            solver=solver,
+        )
+    )
+    excesses = [max(0.0, p.predictions.ttft_s.value / 0.02 - 1) for p in plan.deployments[0].pipelines]
+    assert all(1 - 3 * excess >= 0 for excess in excesses)
+
+
 # ---- no plan
 
 NO_PLAN: dict[str, dict[str, Any]] = {

@@ -42,7 +42,7 @@ CLUSTERS = {
     "nodes of two": cluster((0.5, 300, 60, 2), (1, 600, 120, 1), (2, 2)),
     "many small": cluster((0.3, 300, 60, 1), (0.5, 500, 100, 1), (3, 3)),
 }
-LAYERS = [4, 6]
+LAYERS = [4, 5]
 
 
 @cache

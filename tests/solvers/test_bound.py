@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from builders import make_cluster, make_gpu, make_machine, make_pool, problem_of, tiny_llama
+from builders import TINY_MIXTURE, make_cluster, make_gpu, make_machine, make_pool, problem_of, tiny_llama
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,16 +16,6 @@ from hetplan.estimator.pipeline import StageShape, micro_batch, pipeline_rates, 
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import solver_names
 from hetplan.solvers.placement.bound import layer_rate_bound
-
-MIXTURE = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 512,
-    "intermediate_size": 1408, "moe_intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-    "v_head_dim": 64, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "first_k_dense_replace": 2, "moe_layer_freq": 1, "vocab_size": 8000, "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1,
-    "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
-}  # fmt: skip
 
 
 @st.composite
@@ -57,7 +47,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @st.composite
 def problems(draw: st.DrawFn, objective: str = "throughput", estimator: str = "calibrated") -> PlacementProblem:
     mixed = estimator == "calibrated" and draw(st.booleans())
-    model = hp.ModelSpec.from_config(MIXTURE) if mixed else tiny_llama(num_hidden_layers=draw(st.integers(1, 8)))
+    model = hp.ModelSpec.from_config(TINY_MIXTURE) if mixed else tiny_llama(num_hidden_layers=draw(st.integers(1, 8)))
     workload = hp.Workload(
         input_tokens=draw(st.sampled_from([1, 50, 763, 3000])),
         output_tokens=draw(st.sampled_from([1, 2, 232, 1000])),

@@ -270,8 +270,10 @@ def beam_search(
                                         option_pool[chain[j, 0]], option_pool[chain[j + 1, 0]], chain[j + 1, 3]
                                     ]
                                     sum_alone += send_s[1, send, 0]
-                            ttft = sum_alone if micro_batches else slow_p
                             latency = sum_both if micro_batches else slow_p + slow_d
+                            ttft = sum_alone if micro_batches else slow_p
+                            if decode_steps == 0:
+                                ttft = latency
                             excess = max(ttft / ttft_limit, latency / latency_limit)
                             if decode_steps > 0:
                                 excess = max(excess, (latency - ttft) / decode_steps / tpot_limit)

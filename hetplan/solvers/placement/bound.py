@@ -18,7 +18,7 @@ from hetplan.errors import InfeasibleError, Reason
 from hetplan.estimator.base import Estimator, FloatArray
 from hetplan.plan import Certificate
 from hetplan.problem.placement import PlacementProblem
-from hetplan.solvers.placement.tables import StageTables, build_tables, stage_options
+from hetplan.solvers.placement.tables import FIRST, LAST, StageTables, build_tables, stage_options
 from hetplan.units import GIB, format_bytes
 
 
@@ -145,16 +145,15 @@ def _refuse_by_memory(problem: PlacementProblem, tables: StageTables) -> None:
     """A plan needs, in one region, room for all weights and the longest request."""
     model = problem.model
     counts = np.asarray(model.kind_counts)
+    degrees = np.array([option.degree for option in tables.options])
+    # What the ends take of some group: the embedding of one, the head and the sampler of another, or both of one.
+    taken = (tables.room_bytes[:, :1] - tables.room_bytes) * degrees[:, np.newaxis]
+    ends = float(min(taken[:, FIRST].min() + taken[:, LAST].min(), taken[:, FIRST | LAST].min()))
     room: dict[tuple[str, str], float] = {}
     layers: dict[tuple[str, str], int] = {}
-    degrees = np.array([option.degree for option in tables.options])
     # Per GPU of the group times the group: replicated parts make larger groups need more, never less.
     needed_each = (tables.weight_bytes + tables.longest_bytes) * degrees[:, None]
-    needed = (
-        float((needed_each.min(axis=0) * counts).sum())
-        + model.embedding_bytes()
-        + model.head_bytes(with_embedding=True)
-    )
+    needed = float((needed_each.min(axis=0) * counts).sum()) + max(ends, 0.0)
     for index, pool in enumerate(problem.cluster.pools):
         mine = [o for o, option in enumerate(tables.options) if option.pool == index]
         if not mine:
@@ -207,6 +206,8 @@ def _refuse_by_latency(problem: PlacementProblem, estimator: Estimator, tables: 
     both, alone = _both_and_alone(tables.layer_s.swapaxes(1, 2))
     least = {"e2e_s": float(both.min(axis=(0, 2)) @ counts), "ttft_s": float(alone.min(axis=0) @ counts)}
     steps = estimator.decode_steps(problem.workload.mean_output_tokens)
+    if steps == 0:
+        least["ttft_s"] = least["e2e_s"]
     rests = [_both_and_alone(table) for table in (tables.end_s, tables.send_s)]
     if steps > 0 and all(bool((b >= a[..., np.newaxis]).all()) for b, a in rests):
         after_first = (both - alone[..., np.newaxis]).min(axis=(0, 2))

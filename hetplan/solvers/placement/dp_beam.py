@@ -28,7 +28,7 @@ from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.estimator.pipeline import StageShape
 from hetplan.plan import Plan
 from hetplan.problem.placement import PlacementProblem
-from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution, check_time_limit
+from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution, check_count, check_time_limit
 from hetplan.solvers.placement.beam import beam_search, pack_seconds
 from hetplan.solvers.placement.bound import refuse_infeasible
 from hetplan.solvers.placement.choice import better, choose_batch, cost_of, objective_of
@@ -78,15 +78,11 @@ class DpBeam:
     def __init__(
         self, beam_width: int = 3, search: Literal["default", "paper"] = "default", max_stages: int | None = None
     ) -> None:
-        if beam_width < 1:
-            raise InvalidInputError(f"beam_width is at least 1, got {beam_width}")
         if search not in ("default", "paper"):
             raise InvalidInputError(f"search is 'default' or 'paper', got {search!r}")
-        if max_stages is not None and max_stages < 1:
-            raise InvalidInputError(f"max_stages is at least 1, got {max_stages}")
-        self.beam_width = beam_width
+        self.beam_width = check_count(beam_width, "beam_width")
         self.search = search
-        self.max_stages = max_stages
+        self.max_stages = None if max_stages is None else check_count(max_stages, "max_stages")
 
     def solve(
         self,
@@ -165,7 +161,8 @@ class DpBeam:
             if done.pipelines and time.monotonic() > deadline:
                 break
             found = [self._best_pipeline(problem, estimator, t, per_cost, done.left) for t in regions]
-            candidates = [one for one in found if one is not None]
+            # A soft limit broken by far makes a pipeline worth nothing.
+            candidates = [one for one in found if one is not None and one[1] > 0]
             if not candidates:
                 break
             choice, value = max(candidates, key=lambda one: _score(problem, one, per_cost))
