@@ -1,11 +1,12 @@
 # make demo   plan Llama-3.1-70B on 24 mixed GPUs, from a real config.json
 # make test   lint, types, all tests, docs
+# make test-vllm  what needs real vLLM: finds or makes its environment in ~/.cache/hetplan
 # make bench  speed, growth and the figures quoted in docs
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-vllm lint docs bench clean
 
 $(BIN)/hetplan: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +27,9 @@ lint: $(VENV)/dev
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-vllm: $(VENV)/dev
+	$(BIN)/python -m pytest -o addopts= -ra tests/vllm
 
 docs: $(VENV)/dev
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

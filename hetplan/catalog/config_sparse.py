@@ -89,6 +89,8 @@ def deepseek_v4(keys: Keys) -> list[Layer]:
     if len(ratios) < count:
         raise keys.fault("compress_ratios", list(ratios), f"must list num_hidden_layers = {count} layers")
     experts_held, _ = expert_counts(keys)
+    # transformers takes the two for one.
+    keys.count("moe_intermediate_size", "intermediate_size")
     hashed = keys.count("num_hash_layers", default=3, minimum=0)
     found = []
     for layer, ratio in enumerate(ratios[:count]):
@@ -199,6 +201,9 @@ def minimax_m3(keys: Keys) -> list[Layer]:
     )
     if keys.count("n_shared_experts", default=1) != 1:
         raise UnsupportedModelError(keys.where, [f"several shared experts (n_shared_experts) in {keys.architecture}"])
+    form = keys.text("qk_norm_type") or "per_head"
+    if form != "per_head":
+        raise UnsupportedModelError(keys.where, [f"query and key norms of another form (qk_norm_type: {form})"])
     if not keys.flag("use_qk_norm", True):
         raise UnsupportedModelError(keys.where, [f"attention without query and key norms in {keys.architecture}"])
     module = "self_attn.indexer"

@@ -55,6 +55,7 @@ class _Rates:
 
     flops: float
     attention_flops: float
+    index_flops: float
     bytes_per_s: float
     kernel_s: float
     step_s: float
@@ -313,6 +314,7 @@ class CalibratedEstimator(LayerwiseEstimator):
             self._rates[key] = _Rates(
                 flops=compute_rate(calibration, gpu, gpu.runs_as(model.compute_dtype)).value,
                 attention_flops=compute_rate(calibration, gpu, gpu.runs_as(model.base_dtype)).value,
+                index_flops=compute_rate(calibration, gpu, gpu.runs_as("fp8")).value,
                 bytes_per_s=calibration.memory_bytes_per_s.value,
                 kernel_s=calibration.kernel_s.value,
                 step_s=calibration.step_s.value,
@@ -412,8 +414,11 @@ def _indexer_s(attention: Attention, sequences: FloatArray, pairs: float, tokens
     """(B,) seconds of scoring ``pairs`` of queries and index keys, of ``tokens`` kept tokens a sequence."""
     heads, size = attention.index_heads or 0, attention.index_head_dim or 0
     # A compressed layer has one key for several tokens; its bytes are per token already.
-    scored = pairs / (attention.compression_tokens or 1)
-    compute = sequences * 2 * heads * size * scored / rates.attention_flops
+    tokens_per_key = attention.compression_tokens or 1
+    # Keys of 8 bits are multiplied in 8 bits, each with its scale.
+    narrow = attention.index_bytes_per_token * tokens_per_key < 2 * size
+    flops = rates.index_flops if narrow else rates.attention_flops
+    compute = sequences * 2 * heads * size * pairs / tokens_per_key / flops
     moved = tokens * attention.index_bytes_per_token
     return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
 

@@ -104,7 +104,9 @@ def sequences_that_fit(problem: PlacementProblem, estimator: Estimator, stages: 
     for memory, typical, one in zip(memories, sequence_bytes(problem, estimator, stages), longest, strict=True):
         if memory.kv_cache_bytes < one:
             return 0
-        most = min(most, int(memory.kv_cache_bytes // typical))
+        # Layers without attention keep nothing for a sequence.
+        if typical > 0:
+            most = min(most, int(memory.kv_cache_bytes // typical))
     return most
 
 

@@ -27,7 +27,12 @@ from typing import Any
 HERE = Path(__file__).parent
 EXPECTED = HERE / "expected_parameters.json"
 CATALOGUE = HERE.parents[1] / "hetplan" / "catalog" / "data" / "models.json"
-_TEXT_TYPES = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "minimax_m3": "minimax_m3_vl_text"}
+_TEXT_TYPES = {
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "minimax_m3": "minimax_m3_vl_text",
+    "deepseek_ref": "deepseek_v4",
+}
 
 # No class in transformers: the size that the model's page on Hugging Face shows, and half of its last digit.
 PUBLISHED = {"nemotron-nas": {"published": 49_900_000_000, "rounding": 50_000_000, "counted": "model page"}}
@@ -208,6 +213,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "kimi_linear, first layers dense": {
         "model_type": "kimi_linear",
+        "pad_token_id": 0,
         "q_lora_rank": None,
         "num_experts": 6,
         "num_experts_per_token": 2,
@@ -281,7 +287,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "index_head_dim": 32,
         "index_topk": 64,
         **_EXPERTS,
-        **_TINY,
+        **{key: value for key, value in _TINY.items() if key != "intermediate_size"},
     },
     "minimax_m3": {
         "model_type": "minimax_m3",

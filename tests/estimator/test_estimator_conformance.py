@@ -14,10 +14,12 @@ from hetplan.catalog.hardware import InstanceType
 from hetplan.estimator.base import PHASES, Estimator, make_estimator
 from hetplan.plan import Stage
 
-MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"]
+# The last four: a state in place of a KV cache, layers without attention, sparse and compressed attention.
+OTHERS = ["qwen3.5-122b-a10b", "nemotron-3-nano-30b-a3b", "glm-5.3", "deepseek-v4-flash-fp8"]
+MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", *OTHERS]
 MACHINES = {"g6.12xlarge": (1, 4), "g6e.xlarge": (1,), "p5.48xlarge": (8,)}
-# The paper's Table 2 has no rows for latent attention.
-PAIRS = [(e, m) for e in ("calibrated", "paper") for m in MODELS if (e, m) != ("paper", "deepseek-v3")]
+# The paper's Table 2 has rows for grouped attention with an MLP only.
+PAIRS = [("calibrated", m) for m in MODELS] + [("paper", m) for m in MODELS[:2]]
 CASES = [(e, m, name, degree) for e, m in PAIRS for name, degrees in MACHINES.items() for degree in degrees]
 TOKENS: dict[str, float] = {"input_tokens": 763, "output_tokens": 232}
 BATCH = [1, 2, 3, 8, 64, 256]
@@ -107,7 +109,12 @@ def test_counts_stand_for_ranges_where_layers_are_alike(name: str, model: str, m
 
 
 def test_decode_grows_with_the_context(name: str, model: str, machine: str, degree: int) -> None:
-    results = [seconds(name, model, machine, degree, input_tokens=tokens) for tokens in (100, 1_000, 10_000)]
+    """Over all layers: those with a window, a state or no attention grow no more."""
+    _, spec, _ = scene(name, model, machine)
+    layers = (0, spec.layer_count)
+    results = [
+        seconds(name, model, machine, degree, layers=layers, input_tokens=tokens) for tokens in (100, 1_000, 10_000)
+    ]
     assert np.all(results[0] < results[1])
     assert np.all(results[1] < results[2])
 
@@ -121,8 +128,10 @@ def test_decode_grows_with_the_answer(name: str, model: str, machine: str, degre
 def test_prefill_grows_faster_than_its_tokens_once_attention_counts(
     name: str, model: str, machine: str, degree: int
 ) -> None:
+    _, spec, _ = scene(name, model, machine)
+    layers = (0, spec.layer_count)
     short, long = (
-        seconds(name, model, machine, degree, input_tokens=tokens, phase="prefill", batch=4)
+        seconds(name, model, machine, degree, layers=layers, input_tokens=tokens, phase="prefill", batch=4)
         for tokens in (8_000, 32_000)
     )
     assert long.item() > 4 * short.item()
