@@ -46,17 +46,6 @@ class Frozen(BaseModel):
         return type(self)(**(present | values))
 
 
-class _RecordError(InvalidInputError):
-    """Faults of a record, one a line, each beginning with the record's name."""
-
-    def __init__(self, subject: str, message: str) -> None:
-        self.subject = subject
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.subject, str(self)))
-
-
 def explain(error: ValidationError, subject: str) -> InvalidInputError:
     """Turn pydantic's report into one line per fault: where, what was given, what is allowed."""
     lines = []
@@ -67,9 +56,9 @@ def explain(error: ValidationError, subject: str) -> InvalidInputError:
     for fault in faults:
         cause = fault.get("ctx", {}).get("error")
         where = ".".join([subject, *(str(part) for part in fault["loc"])])
-        if isinstance(cause, _RecordError):
+        if isinstance(cause, InvalidInputError) and cause.record is not None:
             # A record inside this one has explained itself: its own name gives way to its place in this one.
-            lines += [where + line.removeprefix(cause.subject) for line in str(cause).splitlines()]
+            lines += [where + line.removeprefix(cause.record) for line in str(cause).splitlines()]
             continue
         if isinstance(cause, InvalidInputError):
             if len(faults) == 1:
@@ -86,4 +75,6 @@ def explain(error: ValidationError, subject: str) -> InvalidInputError:
             lines.append(f"{where}: {message} (got {given})")
         else:
             lines.append(f"{where}: {message}")
-    return _RecordError(subject, "\n".join(lines))
+    failure = InvalidInputError("\n".join(lines))
+    failure.record = subject
+    return failure

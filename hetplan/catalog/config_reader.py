@@ -1,8 +1,9 @@
 """From a Hugging Face config.json to a `ModelSpec`: exactly, or not at all.
 
-The families live in `config_families`, their builders in `config_layers`, the ways of quantising in
-`config_quantization`, and the names of what is not modelled in `config_features`. This file finds the
-files, picks the family and puts the parts together.
+The families live in `config_families`; their builders in `config_layers` and, where layers differ in more than
+size, `config_hybrid`, `config_sparse` and `config_classic`, over the parts of `config_matrices`; the ways of
+quantising in `config_quantization`, and the names of what is not modelled in `config_features`. This file finds
+the files, picks the family and puts the parts together.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ class PlacementProblem(Frozen):
             raise ValueError("a soft Slo changes nothing with latency_penalty 0; give a latency_penalty, or hard=True")
         mean = self.workload.mean_input_tokens + self.workload.mean_output_tokens
         if self.max_model_len is not None and self.max_model_len < mean:
-            raise ValueError(f"max_model_len {self.max_model_len} is below the mean request of {mean:.0f} tokens; raise it")
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is below the mean request of {mean:.0f} tokens; raise it"
+            )
         longest = self.model.max_position_tokens
         if self.longest_request_tokens > longest:
             raise ValueError(

@@ -235,7 +235,11 @@ def test_weights_and_cache_of_a_group_cover_the_model(name: str, degree: int) ->
 def test_a_window_bounds_the_cache(name: str, tokens: int) -> None:
     spec = get_model(name)
     kept = sum(count * spec.layer_kv_bytes_per_sequence(kind, tokens) for kind, count in enumerate(spec.kind_counts))
-    assert 0 < kept <= tokens * spec.kv_bytes_per_token()
+    states = sum(
+        count * kind.attention.state_bytes_per_sequence(1, spec.base_dtype)
+        for count, kind in zip(spec.kind_counts, spec.layer_kinds, strict=True)
+    )
+    assert states < kept <= states + tokens * spec.kv_bytes_per_token()
 
 
 @pytest.mark.parametrize("name", list_models())

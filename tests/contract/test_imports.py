@@ -55,8 +55,6 @@ ALLOWED = {
     "rich": ("hetplan.cli", "hetplan.report"),
     "yaml": ("hetplan.files",),
 }
-# Where the order is broken today.
-KNOWN_FAULTS: dict[str, str] = {}
 
 
 def module_names() -> list[str]:
@@ -105,15 +103,7 @@ def test_every_room_has_its_place() -> None:
     assert {room_of(name) for name in INSIDE} <= {*RANKS, *BESIDE}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=KNOWN_FAULTS[name]))
-        if name in KNOWN_FAULTS
-        else name
-        for name in INSIDE
-    ],
-)
+@pytest.mark.parametrize("module", INSIDE)
 def test_a_room_imports_lower_rooms_only(module: str) -> None:
     room = room_of(module)
     for imported in imports_of(module):

@@ -12,6 +12,7 @@ import pytest
 from builders import WORKLOAD, verified
 
 import hetplan as hp
+from hetplan import errors
 
 SMALL = ["--model", "llama-3.2-1b", "--machine", "g6.xlarge=1"]
 
@@ -94,6 +95,11 @@ def test_bad_input_exits_2() -> None:
     assert code == 2
     assert document["error"]["type"] == "UnknownNameError"
     assert "llama-3.1-70b" in document["error"]["message"]
+
+
+def test_an_error_states_a_documented_type() -> None:
+    _, document, _ = run_json("optimize", *SMALL, "--input-tokens", "-1")
+    assert document["error"]["type"] in errors.__all__
 
 
 def test_infeasible_exits_3_with_the_shortfall() -> None:

@@ -170,13 +170,6 @@ def test_lighter_requests_are_served_faster(plan: hp.Plan, tokens: tuple[int, in
     assert (lighter.requests_per_s > plan.requests_per_s) == faster
 
 
-def test_a_request_beyond_the_memory_is_infeasible() -> None:
-    tight = verified(hp.optimize(model="llama-3.1-8b", cluster={"g6.xlarge": 1}, workload=WORKLOAD))
-    with pytest.raises(hp.InfeasibleError, match="GiB"):
-        hp.estimate(tight, hp.Workload(input_tokens=120_000, output_tokens=1_000))
-
-
-@pytest.mark.xfail(strict=True, reason="the pipelines' max_model_len is not looked at")
 def test_a_request_beyond_max_model_len_is_not_served(plan: hp.Plan) -> None:
     """The plan's engines start with max_model_len = 995: they refuse a longer request."""
     assert {p.max_model_len for p in plan.deployments[0].pipelines} == {995}
@@ -184,7 +177,6 @@ def test_a_request_beyond_max_model_len_is_not_served(plan: hp.Plan) -> None:
         hp.estimate(plan, hp.Workload(input_tokens=2_000, output_tokens=300))
 
 
-@pytest.mark.xfail(strict=True, raises=hp.InvalidInputError, reason="objective cost refuses a workload without a rate")
 def test_a_plan_for_a_demand_can_be_asked_about_other_lengths() -> None:
     demand = hp.Workload(input_tokens=763, output_tokens=232, requests_per_s=1)
     cheapest = hp.optimize(model="llama-3.2-1b", cluster={"g6.xlarge": 2}, workload=demand, objective="cost")

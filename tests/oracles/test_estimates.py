@@ -31,16 +31,8 @@ def test_a_replica_names_both_readings(output_tokens: int, batch: int) -> None:
     assert p.output_tokens_per_s == pytest.approx(batch * output_tokens / p.latency_s)
 
 
-ONE_TOKEN = pytest.param(
-    1,
-    marks=pytest.mark.xfail(
-        strict=True, reason="one output token: TTFT is the request's own prefill, latency the whole micro-batch's"
-    ),
-)
-
-
 @pytest.mark.parametrize("solver", solver_names())
-@pytest.mark.parametrize("output_tokens", [ONE_TOKEN, *OUTPUT_TOKENS[1:]])
+@pytest.mark.parametrize("output_tokens", OUTPUT_TOKENS)
 def test_a_plan_spreads_the_rest_over_the_tokens_after_the_first(solver: str, output_tokens: int) -> None:
     workload = hp.Workload(input_tokens=763, output_tokens=output_tokens)
     plan = verified(hp.optimize(model="llama-3.2-1b", cluster={"g6.xlarge": 2}, workload=workload, solver=solver))
@@ -265,7 +257,6 @@ def test_the_kv_cache_of_every_stage_holds_the_longest_request(solver: str, max_
             assert stage.kv_cache_bytes >= max_model_len * spec.kv_bytes_per_token(stage.tensor_parallel) * share
 
 
-@pytest.mark.xfail(strict=True, reason="max_model_len below the workload's mean request is accepted")
 def test_a_length_below_the_workload_is_refused() -> None:
     with pytest.raises(hp.InvalidInputError, match="max_model_len"):
         hp.optimize(model="llama-3.2-1b", cluster={"g6.xlarge": 1}, workload=WORKLOAD, max_model_len=100)

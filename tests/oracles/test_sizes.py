@@ -126,11 +126,6 @@ def test_70b_fp8_on_one_h100_leaves_little_for_the_kv_cache() -> None:
     assert memory.kv_cache_bytes / spec.kv_bytes_per_token() == pytest.approx(8_290, rel=0.08)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=hp.NoSolutionError,
-    reason="the memory proof takes a middle stage's room, without the sampler's 4 GiB that some stage must hold",
-)
 def test_a_request_longer_than_that_cache_is_infeasible_with_the_numbers() -> None:
     workload = hp.Workload(input_tokens=15_000, output_tokens=1_000)
     with pytest.raises(hp.InfeasibleError, match=r"16,000 tokens.*GiB") as refusal:

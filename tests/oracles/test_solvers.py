@@ -102,14 +102,7 @@ def test_every_plan_of_the_default_solver_is_at_least_as_good_as_the_others() ->
             assert sign * best >= sign * solve(solver=other, objective=objective).objective * (1 - sign * 1e-12)
 
 
-WORTH_NOTHING = pytest.mark.xfail(
-    strict=True, reason="pipelines are added until the machines run out, whatever they add"
-)
-
-
-@pytest.mark.parametrize(
-    "solver", [pytest.param(name, marks=WORTH_NOTHING if name == "dp-beam" else ()) for name in solver_names()]
-)
+@pytest.mark.parametrize("solver", solver_names())
 def test_a_pipeline_that_loses_more_by_its_latency_than_it_serves_is_left_out(solver: str) -> None:
     """Under a soft limit a slow pipeline is worth less than nothing (eq. 7); the plan is better without it."""
     plan = verified(
@@ -238,7 +231,6 @@ def test_a_rate_of_zero_or_nan_in_a_profile_is_refused(field: str, value: float)
         hp.Calibration.from_dict(with_rate(field, value))
 
 
-@pytest.mark.xfail(strict=True, reason="the error of a nested record names its own field, not the path to it")
 @pytest.mark.parametrize("field", RATES)
 def test_a_bad_rate_in_a_profile_is_named_by_its_path(field: str) -> None:
     with pytest.raises(hp.InvalidInputError, match=field):
