@@ -431,7 +431,8 @@ def _code(error: HetplanError) -> Exit:
 
 
 def _error_document(error: HetplanError) -> dict[str, Any]:
-    document: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    public = next(kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_"))
+    document: dict[str, Any] = {"type": public, "message": str(error)}
     if isinstance(error, InfeasibleError):
         document["reasons"] = [
             {

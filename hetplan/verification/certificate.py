@@ -31,20 +31,26 @@ _ROLES = ((False, False), (True, False), (False, True), (True, True))
 
 
 def degree_allowed(attention: Attention, tensor_parallel: int) -> bool:
-    """True when the heads divide over the GPUs, and the KV heads divide or replicate (an MLA latent always does)."""
+    """True when the heads divide over the GPUs, and the KV heads divide or replicate.
+
+    An MLA latent always replicates, the key heads of linear attention never; a layer without attention allows all.
+    """
+    if attention.kind == "none":
+        return tensor_parallel >= 1
     if tensor_parallel < 1 or attention.heads % tensor_parallel != 0:
         return False
     if attention.kind == "mla":
         return True
+    if attention.kind == "linear":
+        return attention.kv_heads % tensor_parallel == 0
     return attention.kv_heads % tensor_parallel == 0 or tensor_parallel % attention.kv_heads == 0
 
 
 def allowed_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
     """Degrees within one machine that every layer of the model allows."""
-    most = min([machine.gpu_count, *(kind.attention.heads for kind in model.layer_kinds)])
     return [
         degree
-        for degree in range(1, most + 1)
+        for degree in range(1, machine.gpu_count + 1)
         if all(degree_allowed(kind.attention, degree) for kind in model.layer_kinds)
     ]
 
@@ -258,7 +264,8 @@ def _largest_batch(
             input_tokens=work.mean_prefill_tokens,
             last=last,
         )
-        most = max(most, int(memory.kv_cache_bytes // one))
+        # A layer without attention keeps nothing for a sequence.
+        most = max(most, int(memory.kv_cache_bytes // one) if one > 0 else estimator.batch_limit(machine))
     return min(most, estimator.batch_limit(machine))
 
 
