@@ -58,6 +58,7 @@ HELIX = "Helix per-layer tables, TP 1"
 
 
 def read(path: Path) -> list[Row]:
+    """All rows of a CSV file."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -68,6 +69,7 @@ def rounded(value: float) -> float:
 
 
 def quantity(value: float, source: Source, reference: str) -> Quantity:
+    """A number of a calibration, rounded."""
     return Quantity(value=rounded(value), source=source, reference=reference)
 
 

@@ -66,14 +66,16 @@ def rows(data: Path) -> Iterator[Row]:
         quantity, seconds = "ttft_s", float(r["value"]) / 1e3
         if r["metric"] == "out_tok_s_total":
             quantity, seconds = "latency_s", batch * tokens[1] / float(r["value"])
-        yield Row("trtllm-static", _MODELS[r["model"]], gpu, int(r["tp"]), batch, *tokens, quantity, seconds, r["precision"] == "FP8")
+        shape = (int(r["tp"]), batch, *tokens)
+        yield Row("trtllm-static", _MODELS[r["model"]], gpu, *shape, quantity, seconds, r["precision"] == "FP8")
     for r in _read(data / "argonne" / "e2e_static.csv"):
         if r["model"] not in _MODELS or r["below_weight_read_bound"] == "1":
             continue
         gpu = "A100-SXM4-40GB" if r["gpu"] == "A100" else _GPUS[r["gpu"]]
         tokens = (int(r["io_len"]), int(r["io_len"]))
         name = f"argonne-{r['engine']}"
-        yield Row(name, _MODELS[r["model"]], gpu, int(r["tp"]), int(r["batch"]), *tokens, "latency_s", float(r["latency_s"]))
+        shape = (int(r["tp"]), int(r["batch"]), *tokens)
+        yield Row(name, _MODELS[r["model"]], gpu, *shape, "latency_s", float(r["latency_s"]))
     for r in _read(data / "splitwise" / "e2e_static.csv"):
         shape = (int(r["tp"]), int(r["batch"]), int(r["isl"]), int(r["osl"]))
         yield Row("splitwise", _MODELS[r["model"]], _GPUS[r["gpu"]], *shape, "tpot_s", float(r["tpot_ms"]) / 1e3)
@@ -124,7 +126,8 @@ def main() -> None:
         for name, values in sorted(groups.items()):
             low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
             error = float(np.mean(np.abs(1 / np.asarray(values) - 1)))
-            print(f"  {name:34s} n={len(values):4d} 5% {low:5.2f} median {middle:5.2f} 95% {high:5.2f} MAPE {error:.1%}")
+            shares = f"5% {low:5.2f} median {middle:5.2f} 95% {high:5.2f}"
+            print(f"  {name:34s} n={len(values):4d} {shares} MAPE {error:.1%}")
         print(f"  refused {refused}")
         # Sources count alike, so that the largest does not decide.
         by_source = [np.asarray(v) for name, v in groups.items() if not name.startswith("all ")]

@@ -39,7 +39,8 @@ class HetplanError(Exception):
 class InvalidInputError(HetplanError, ValueError):
     """A value, file or option is wrong. The message gives the value, the limit and the next step.
 
-    Where a record of some type has wrong fields, ``record`` is the type's name and each line of the message begins with it.
+    Where a record of some type has wrong fields, ``record`` is the type's name, and each line of the message begins
+    with it.
     """
 
     record: str | None = None
