@@ -27,6 +27,7 @@ from hetplan.estimator.base import Estimator
 from hetplan.plan import StageMemory
 from hetplan.problem.placement import PlacementProblem
 
+_MOST_GPUS = 64
 _ROLES = ((False, False), (True, False), (False, True), (True, True))
 
 
@@ -48,9 +49,11 @@ def degree_allowed(attention: Attention, tensor_parallel: int) -> bool:
 
 def allowed_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
     """Degrees within one machine that every layer of the model allows."""
+    # A damaged plan may state any number of GPUs; a machine has at most so many.
+    most = min(machine.gpu_count, _MOST_GPUS)
     return [
         degree
-        for degree in range(1, machine.gpu_count + 1)
+        for degree in range(1, most + 1)
         if all(degree_allowed(kind.attention, degree) for kind in model.layer_kinds)
     ]
 

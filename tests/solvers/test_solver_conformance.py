@@ -27,7 +27,7 @@ WORKLOADS = {
 MODELS = {
     "dense": lambda: tiny_llama(num_hidden_layers=7),
     "tied": lambda: tiny_llama(num_hidden_layers=3, tie_word_embeddings=True),
-    "fp8": lambda: tiny_llama(num_hidden_layers=6).with_dtypes(weight_dtype="fp8"),
+    "fp8": lambda: tiny_llama(num_hidden_layers=5).with_dtypes(weight_dtype="fp8"),
     "latent mixture": lambda: hp.ModelSpec.from_config(TINY_MIXTURE, name="tiny-mixture"),
 }
 
