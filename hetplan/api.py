@@ -297,6 +297,7 @@ def launch(
     *,
     engine: str | None = None,
     model: str | None = None,
+    first_port: int = 8000,
     dry_run: bool = False,
 ) -> list[Path]:
     """Write what starts a plan on an engine.
@@ -312,6 +313,8 @@ def launch(
         Engine version; by default the plan's own, else the newest that has been run.
     model : str, optional
         Path or Hugging Face id that the engine loads, instead of the model's own id.
+    first_port : int
+        HTTP port of the first pipeline; the others follow. Plans side by side take ports of their own.
     dry_run : bool
         Check everything and return the paths, write nothing.
 
@@ -332,8 +335,10 @@ def launch(
     violations = verify_plan(plan)
     if violations:
         raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
+    if not 1024 <= first_port <= 30_000:
+        raise InvalidInputError(f"first_port is 1024 to 30000, got {first_port}")
     profile = get_engine(engine) if engine is not None else plan.problem.engine or get_engine(DEFAULT_ENGINE)
-    return write_shell(plan, Path(out), profile, model=model, dry_run=dry_run)
+    return write_shell(plan, Path(out), profile, model=model, first_port=first_port, dry_run=dry_run)
 
 
 def predict(

@@ -131,9 +131,16 @@ def optimize(
         arguments |= {name: value for name, value in given.items() if value is not None}
         with _progress(arguments.get("time_limit_s", 60.0)) as on_incumbent:
             plan = hp.optimize(**arguments, on_incumbent=on_incumbent)
+            free = hp.optimize(**(arguments | {"engine": None})) if arguments.get("engine") is not None else None
         if out is not None:
             _write(plan.save, out)
         _console.print(plan_tables(plan))
+        if free is not None and plan.problem.engine is not None:
+            change = plan.objective / free.objective - 1
+            _console.print(
+                f"Within the limits of {plan.problem.engine.name}: {plan.objective_name} {plan.objective:.4g}; "
+                f"without them {free.objective:.4g} ({change:+.1%})"
+            )
         if out is not None:
             _console.print(f"written to {out}")
         document: dict[str, Any] = json.loads(plan.to_json())
@@ -241,6 +248,7 @@ def launch(
     target: Annotated[str, typer.Option(help="shell.")] = "shell",
     engine: Annotated[str | None, typer.Option(help="Engine version, such as vllm-0.32.")] = None,
     model: Annotated[str | None, typer.Option(help="Path or id that the engine loads.")] = None,
+    first_port: Annotated[int, typer.Option(help="HTTP port of the first pipeline.")] = 8000,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -249,7 +257,9 @@ def launch(
     def run() -> dict[str, Any]:
         import hetplan as hp
 
-        paths = hp.launch(hp.Plan.load(plan), target, out, engine=engine, model=model, dry_run=dry_run)
+        paths = hp.launch(
+            hp.Plan.load(plan), target, out, engine=engine, model=model, first_port=first_port, dry_run=dry_run
+        )
         for path in paths:
             _console.print(f"{'would write' if dry_run else 'wrote'} {path}")
         return {"paths": [str(path) for path in paths], "written": not dry_run}
@@ -288,6 +298,26 @@ def catalog(
         rows = _catalog_rows(what, match.lower(), region)
         _print_rows(what, rows)
         return rows
+
+    _answer(run, as_json)
+
+
+@app.command()
+def prices(
+    provider: Annotated[list[str] | None, typer.Option(help="Provider; repeat for several. aws.")] = None,
+    out: Annotated[Path, typer.Option(help="CSV file of offers to write.")] = Path("offers.csv"),
+    as_json: Json = False,
+) -> None:
+    """Write fresh prices as an offers file (needs the extra "prices")."""
+
+    def run() -> dict[str, Any]:
+        from hetplan.catalog.refresh import refreshed_offers
+
+        text = refreshed_offers(provider or ["aws"], _today())
+        _write(lambda path: path.write_text(text, encoding="utf-8"), out)
+        offers = text.count("\n") - 1
+        _console.print(f"{offers} offers written to {out}; edit the counts and give the file as a cluster")
+        return {"path": str(out), "offers": offers}
 
     _answer(run, as_json)
 
@@ -382,7 +412,7 @@ def _counts(machines: list[str]) -> dict[str, int]:
     return counts
 
 
-def _write(save: Callable[[Path], None], path: Path) -> None:
+def _write(save: Callable[[Path], object], path: Path) -> None:
     try:
         save(path)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from builders import TINY_LLAMA, WORKLOAD, tiny_llama
@@ -179,3 +180,11 @@ def test_a_value_of_the_wrong_type_is_bad_input(case: str) -> None:
     arguments: dict[str, object] = {"model": TINY_LLAMA, "cluster": {"g6.xlarge": 1}, "workload": WORKLOAD}
     with pytest.raises(hp.InvalidInputError):
         hp.optimize(**(arguments | WRONG_TYPES[case]))  # type: ignore[arg-type]
+
+
+@pytest.mark.xfail(strict=True, raises=RecursionError, reason="Calibration.load does not expect endless nesting")
+def test_a_calibration_file_nested_without_end_is_bad_input(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(hp.InvalidInputError, match="calibration"):
+        hp.Calibration.load(path)

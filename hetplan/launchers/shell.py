@@ -8,11 +8,13 @@ from pathlib import Path
 from hetplan.catalog.engines import LIMITS, EngineProfile
 from hetplan.errors import InvalidInputError
 from hetplan.launchers.names import comment, quoted
-from hetplan.launchers.vllm import Node, model_source, nodes_of
+from hetplan.launchers.vllm import HTTP_PORT, Node, model_source, nodes_of
 from hetplan.plan import Plan
 
 
-def shell_files(plan: Plan, engine: EngineProfile, *, model: str | None = None) -> dict[str, str]:
+def shell_files(
+    plan: Plan, engine: EngineProfile, *, model: str | None = None, first_port: int = HTTP_PORT
+) -> dict[str, str]:
     """The files of the target, by name; the same plan gives the same bytes.
 
     Parameters
@@ -22,6 +24,8 @@ def shell_files(plan: Plan, engine: EngineProfile, *, model: str | None = None) 
         Engine version that the scripts are for.
     model : str, optional
         Path or Hugging Face id that the engine loads; by default the model's own id.
+    first_port : int
+        HTTP port of the first pipeline; the others follow.
 
     Raises
     ------
@@ -31,7 +35,7 @@ def shell_files(plan: Plan, engine: EngineProfile, *, model: str | None = None) 
         If a name in the plan is not fit for a command line.
     """
     source = model_source(plan.problem.model, model)
-    nodes = nodes_of(plan, engine)
+    nodes = nodes_of(plan, engine, first_port=first_port)
     files = {node.script: _script(node, source) for node in nodes}
     files["wait-ready.sh"] = _wait_ready(nodes)
     files["router.json"] = json.dumps(_router(plan, nodes), indent=1) + "\n"
@@ -41,7 +45,13 @@ def shell_files(plan: Plan, engine: EngineProfile, *, model: str | None = None) 
 
 
 def write_shell(
-    plan: Plan, out: Path, engine: EngineProfile, *, model: str | None = None, dry_run: bool = False
+    plan: Plan,
+    out: Path,
+    engine: EngineProfile,
+    *,
+    model: str | None = None,
+    first_port: int = HTTP_PORT,
+    dry_run: bool = False,
 ) -> list[Path]:
     """Write the files into a new or empty folder; with ``dry_run`` only say which.
 
@@ -50,7 +60,7 @@ def write_shell(
     InvalidInputError
         If the folder is not empty or cannot be written.
     """
-    files = shell_files(plan, engine, model=model)
+    files = shell_files(plan, engine, model=model, first_port=first_port)
     paths = [out / name for name in sorted(files)]
     if dry_run:
         return paths
@@ -86,7 +96,7 @@ def _script(node: Node, model: str) -> str:
             lines.append(f': "${{{name}:=127.0.0.1}}"')
         else:
             lines.append(f': "${{{name}:?set it to the private address of that machine}}"')
-    lines += [f"model=${{HETPLAN_MODEL:-{_in_default(model)}}}", ""]
+    lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
     lines.append(f'export VLLM_HOST_IP="${node.address}"')
     lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
     lines += ["", "arguments=(", '  "$model"']
@@ -97,11 +107,6 @@ def _script(node: Node, model: str) -> str:
     lines += [f"  {quoted(a)}" for a in node.arguments]
     lines += [")", 'exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"', ""]
     return "\n".join(lines)
-
-
-def _in_default(value: str) -> str:
-    """A value inside ``${NAME:-...}``, which keeps single quotes literal unless the whole is unquoted."""
-    return quoted(value)
 
 
 def _wait_ready(nodes: list[Node]) -> str:

@@ -16,8 +16,9 @@ from hetplan.plan import Pipeline, Plan, Stage
 # Names of number formats on vLLM's command line.
 _DTYPES: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DRAIN_S = 120
-_MASTER_PORT = 29500
-_HTTP_PORT = 8000
+# Master ports follow HTTP ports, so that launches side by side do not meet: 8000 and 29500, 8001 and 29501 ...
+_MASTER_PORT_OFFSET = 29500 - 8000
+HTTP_PORT = 8000
 # The methods that `ModelSpec.with_dtypes` writes for weights quantised while loading.
 _ONLINE = "online-"
 
@@ -53,7 +54,7 @@ def model_source(model: ModelSpec, given: str | None) -> str:
     return argument(given, "model")
 
 
-def nodes_of(plan: Plan, engine: EngineProfile, *, http_port: int = _HTTP_PORT) -> list[Node]:
+def nodes_of(plan: Plan, engine: EngineProfile, *, first_port: int = HTTP_PORT) -> list[Node]:
     """Every machine of every pipeline copy of a plan.
 
     Raises
@@ -70,7 +71,7 @@ def nodes_of(plan: Plan, engine: EngineProfile, *, http_port: int = _HTTP_PORT) 
             refuse_beyond(engine, pipeline)
             for _ in range(pipeline.count):
                 number += 1
-                nodes += _pipeline_nodes(plan, pipeline, number, http_port + number - 1)
+                nodes += _pipeline_nodes(plan, pipeline, number, first_port + number - 1)
     return nodes
 
 
@@ -138,7 +139,7 @@ def _arguments(
     if len(pipeline.stages) * stages[0].tensor_parallel > 1:
         flags["--distributed-executor-backend"] = "mp"
     if nodes > 1:
-        flags |= {"--nnodes": nodes, "--node-rank": rank, "--master-port": _MASTER_PORT + number - 1}
+        flags |= {"--nnodes": nodes, "--node-rank": rank, "--master-port": _MASTER_PORT_OFFSET + port}
     if rank == 0:
         flags["--port"] = port
     else:

@@ -114,6 +114,15 @@ def test_bad_input_is_refused_by_name(changes: dict[str, Any], said: str) -> Non
         hp.predict(**(arguments | changes))
 
 
+@pytest.mark.xfail(strict=True, reason="counts of a replica are compared before their type is checked")
+@pytest.mark.parametrize(
+    "changes", [{"batch": "x"}, {"batch": 2.5}, {"tensor_parallel": "2"}, {"pipeline_parallel": 1.5}]
+)
+def test_a_count_of_the_wrong_type_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(hp.InvalidInputError, match=next(iter(changes))):
+        hp.predict("llama-3.1-8b", "H100", **changes)
+
+
 @pytest.mark.parametrize("changes", [{"schedule": "in_flight"}, {"schedule": "closed_loop"}, {"engine": "vllm"}])
 def test_what_is_not_there_yet_says_so(changes: dict[str, Any]) -> None:
     with pytest.raises(hp.UnsupportedFeatureError, match="not"):

@@ -170,7 +170,7 @@ def test_no_solver_beats_it_and_the_checker_confirms_it(objective: str, data: st
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_no_proof_of_infeasibility_rules_out_a_pipeline_that_exists(data: st.DataObject) -> None:
     """Limits drawn so tight that a pipeline put together at random just keeps them."""
     problem = data.draw(problems())

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Pipeline 1, node 4: g6.12xlarge (aws/us-west-2/g6.12xlarge/on_demand)
+# Layers 68-74 on GPU 0,1, 75-79 on GPU 2,3
+set -euo pipefail
+
+# Private addresses of this machine and of the pipeline's first. vLLM's own queues speak pickle over TCP:
+# only machines of this pipeline may reach them.
+: "${HETPLAN_PIPELINE_1_NODE_4:?set it to the private address of that machine}"
+: "${HETPLAN_PIPELINE_1_NODE_0:?set it to the private address of that machine}"
+model=meta-llama/Llama-3.1-70B
+model="${HETPLAN_MODEL:-$model}"
+
+export VLLM_HOST_IP="$HETPLAN_PIPELINE_1_NODE_4"
+export VLLM_PP_LAYER_PARTITION=7,7,10,10,7,7,10,10,7,5
+
+arguments=(
+  "$model"
+  --master-addr="$HETPLAN_PIPELINE_1_NODE_0"
+  --served-model-name=llama-3.1-70b
+  --tensor-parallel-size=2
+  --pipeline-parallel-size=10
+  --max-model-len=995
+  --max-num-seqs=600
+  --max-num-batched-tokens=2048
+  --kv-cache-memory-bytes=14389124841
+  --dtype=bfloat16
+  --shutdown-timeout=120
+  --distributed-executor-backend=mp
+  --nnodes=5
+  --node-rank=4
+  --master-port=29500
+  --headless
+)
+exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"

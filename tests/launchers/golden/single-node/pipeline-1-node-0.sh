@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Pipeline 1, node 0: g6.xlarge (aws/us-west-2/g6.xlarge/on_demand)
+# Layers 0-31 on GPU 0
+set -euo pipefail
+
+# Private addresses of this machine and of the pipeline's first. vLLM's own queues speak pickle over TCP:
+# only machines of this pipeline may reach them.
+: "${HETPLAN_PIPELINE_1_NODE_0:?set it to the private address of that machine}"
+model=meta-llama/Llama-3.1-8B
+model="${HETPLAN_MODEL:-$model}"
+
+export VLLM_HOST_IP="$HETPLAN_PIPELINE_1_NODE_0"
+
+arguments=(
+  "$model"
+  --host="$HETPLAN_PIPELINE_1_NODE_0"
+  --served-model-name=llama-3.1-8b
+  --tensor-parallel-size=1
+  --pipeline-parallel-size=1
+  --max-model-len=995
+  --max-num-seqs=30
+  --max-num-batched-tokens=2048
+  --kv-cache-memory-bytes=4132105470
+  --dtype=bfloat16
+  --shutdown-timeout=120
+  --port=8000
+)
+exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"
