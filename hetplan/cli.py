@@ -495,6 +495,10 @@ def main() -> None:
             _console.print(f"error: {message}")
         sys.exit(Exit.BAD_INPUT)
     except Exception as error:
-        _console.print(f"internal error: {type(error).__name__}: {error}. Please report it with the command you ran")
+        message = f"{type(error).__name__}: {error}. Please report it with the command you ran"
+        if "--json" in sys.argv:
+            typer.echo(json.dumps({"error": {"type": "InternalError", "message": message}}))
+        else:
+            _console.print(f"internal error: {message}")
         sys.exit(Exit.OUR_FAULT)
     sys.exit(code or Exit.FINE)

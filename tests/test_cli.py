@@ -228,7 +228,6 @@ def test_a_count_that_only_looks_like_a_digit_is_refused(run: Run, count: str) -
     assert run("optimize", "--model", "llama-3.2-1b", "--machine", f"g6.xlarge={count}")[0] == BAD_INPUT
 
 
-@pytest.mark.xfail(strict=True, reason="the beam's arrays are allocated whatever their size")
 def test_a_beam_that_no_memory_holds_is_refused(run: Run) -> None:
     code, _, said = run("optimize", *SMALL, "--beam-width", "1000000000000")
     assert code == BAD_INPUT

@@ -103,7 +103,7 @@ class Calibration(Frozen):
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"{path}: not a readable calibration file: {error}") from None
         if not isinstance(content, dict):
             raise InvalidInputError(f"{path}: a calibration file holds one JSON object")

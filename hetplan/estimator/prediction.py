@@ -139,8 +139,9 @@ def _check_replica(
         raise UnsupportedFeatureError(f"schedule={schedule!r} is not answered yet; use 'static'")
     if engine is not None:
         raise UnsupportedFeatureError(f"engine={engine!r}: engine-specific models are not there yet; use engine=None")
-    if batch < 1:
-        raise InvalidInputError(f"batch is at least 1, got {batch}")
+    for name, count in (("batch", batch), ("tensor_parallel", degree), ("pipeline_parallel", stages)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InvalidInputError(f"{name} is a whole number from 1, got {count!r}")
     if degree > machine.gpu_count or degree < 1:
         raise InvalidInputError(
             f"tensor_parallel={degree}: {machine.name} has {machine.gpu_count} GPUs, "

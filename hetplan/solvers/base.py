@@ -129,10 +129,10 @@ def get_solver(name: str, **parameters: Any) -> Solver:
     return solver
 
 
-def check_count(value: object, name: str) -> int:
-    """A solver option that counts something, refused unless it is a whole number from 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
+def check_count(value: object, name: str, most: int = 10_000) -> int:
+    """A solver option that counts something, refused unless it is a whole number from 1 to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise InvalidInputError(f"{name} is a whole number from 1 to {most}, got {value!r}")
     return value
 
 

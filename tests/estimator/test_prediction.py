@@ -114,7 +114,6 @@ def test_bad_input_is_refused_by_name(changes: dict[str, Any], said: str) -> Non
         hp.predict(**(arguments | changes))
 
 
-@pytest.mark.xfail(strict=True, reason="counts of a replica are compared before their type is checked")
 @pytest.mark.parametrize(
     "changes", [{"batch": "x"}, {"batch": 2.5}, {"tensor_parallel": "2"}, {"pipeline_parallel": 1.5}]
 )

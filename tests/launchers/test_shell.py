@@ -132,7 +132,8 @@ hostile = st.one_of(
     st.text(alphabet="$`'\"\\;|&<>(){}[]*?!#~ \n\t-=", min_size=1, max_size=40),
     st.sampled_from(
         ["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", '"; touch pwned; "', "a\ntouch pwned", "--help",
-         "../../x",          "${HOME}", "a b", "x' 'y", "\\", "*", "~", "!!", "é", "a\x00b", "a\x1b[31mb", "}", "a}b", "$((1+1))"]
+         "../../x", "${HOME}", "a b", "x' 'y", "\\", "*", "~", "!!", "é", "a\x00b", "a\x1b[31mb", "}", "a}b",
+         "$((1+1))"]
     ),
 )  # fmt: skip
 

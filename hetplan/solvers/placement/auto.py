@@ -28,8 +28,9 @@ class Auto:
     name: ClassVar[str] = "auto"
 
     def __init__(self, beam_width: int = 3) -> None:
-        self.beam_width = beam_width
-        self._solvers: tuple[Solver, ...] = (Even(), DpBeam(beam_width=beam_width))
+        beam = DpBeam(beam_width=beam_width)
+        self.beam_width = beam.beam_width
+        self._solvers: tuple[Solver, ...] = (Even(), beam)
 
     def solve(
         self,

@@ -35,6 +35,8 @@ from hetplan.solvers.placement.choice import better, choose_batch, cost_of, obje
 from hetplan.solvers.placement.tables import IntArray, Option, StageTables, build_tables, stage_options
 
 _NO_CAP = 2**31 - 1
+# No published use goes beyond 128; memory grows with layers x stages x width.
+_WIDEST = 4096
 # Batches at which the beam is run again when latency is limited: a smaller batch is faster.
 _LATENCY_CAPS = (_NO_CAP, 128, 32, 8, 2, 1)
 # Priced by what the hardware could be sold for, so that owned machines do not count as free when pipelines
@@ -80,7 +82,7 @@ class DpBeam:
     ) -> None:
         if search not in ("default", "paper"):
             raise InvalidInputError(f"search is 'default' or 'paper', got {search!r}")
-        self.beam_width = check_count(beam_width, "beam_width")
+        self.beam_width = check_count(beam_width, "beam_width", most=_WIDEST)
         self.search = search
         self.max_stages = None if max_stages is None else check_count(max_stages, "max_stages")
 
