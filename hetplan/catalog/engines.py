@@ -65,7 +65,7 @@ _VLLM_FLAGS = (
     "--distributed-executor-backend",
     "--enforce-eager",
 )
-_VLLM_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_HOST_IP", "VLLM_API_KEY")
+_VLLM_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_HOST_IP", "VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND")
 
 ENGINES: dict[str, EngineProfile] = {
     profile.name: profile

@@ -202,7 +202,8 @@ class LayerwiseEstimator(ABC):
 def batch_array(batch: ArrayLike) -> FloatArray:
     """Batch sizes as (B,) floats; refuses empty, non-finite and non-positive ones."""
     sequences = np.atleast_1d(np.asarray(batch, dtype=np.float64))
-    if sequences.ndim != 1 or sequences.size == 0 or not np.all(np.isfinite(sequences)) or sequences.min() <= 0:
+    # NaN fails the first comparison.
+    if sequences.ndim != 1 or sequences.size == 0 or not sequences.min() > 0 or sequences.max() == np.inf:
         raise InvalidInputError(f"batch must be positive numbers in one dimension, got {batch!r}")
     return sequences
 

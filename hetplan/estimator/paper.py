@@ -25,8 +25,9 @@ from hetplan.catalog.model import ModelSpec
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array, sum_over_layers
 from hetplan.estimator.communication import all_reduce_s, group_link, send_s
 from hetplan.estimator.memory import compute_rate
-from hetplan.estimator.operations import Work, decode_work, feed_forwards, logits_work, prefill_work
+from hetplan.estimator.operations import FeedForward, Work, decode_work, feed_forwards, logits_work, prefill_work
 from hetplan.plan import Stage, StageMemory
+from hetplan.problem.placement import PlacementProblem
 
 # Eq. 6 has no limit but memory; this one only bounds the tables.
 _BATCH_LIMIT = 16384
@@ -37,6 +38,18 @@ class PaperEstimator(LayerwiseEstimator):
 
     name: ClassVar[str] = "paper"
     micro_batches: ClassVar[bool] = False
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        super().__init__(problem)
+        self._mlps: dict[int, list[FeedForward]] = {}
+
+    def _feed_forwards(self, model: ModelSpec, kind: int) -> list[FeedForward]:
+        """The MLPs of a layer kind, looked up once for the problem's own model."""
+        if model is not self.problem.model:
+            return feed_forwards(model, model.layer_kinds[kind])
+        if kind not in self._mlps:
+            self._mlps[kind] = feed_forwards(model, model.layer_kinds[kind])
+        return self._mlps[kind]
 
     def _seconds(self, model: ModelSpec, instance_type: InstanceType, work: Work) -> FloatArray:
         """Eq. 1: the slower of computing and scanning."""
@@ -61,7 +74,7 @@ class PaperEstimator(LayerwiseEstimator):
         layer = model.layer_kinds[kind]
         h = model.hidden_size
         kv = layer.attention.kv_heads * layer.attention.head_dim
-        mlps = feed_forwards(model, layer)
+        mlps = self._feed_forwards(model, kind)
         if phase == "prefill":
             rows = prefill_work(h, kv, mlps, batch, input_tokens, tensor_parallel)
             steps, tokens = 1.0, batch * input_tokens
@@ -194,9 +207,7 @@ class PaperEstimator(LayerwiseEstimator):
         kinds = range(len(model.layer_kinds))
         per_kind = [model.layer_kv_bytes_per_sequence(k, tokens, tensor_parallel) for k in kinds]
         widest = max(
-            mlp.up_matrices * mlp.intermediate_size * mlp.active
-            for k in model.layer_kinds
-            for mlp in feed_forwards(model, k)
+            mlp.up_matrices * mlp.intermediate_size * mlp.active for k in kinds for mlp in self._feed_forwards(model, k)
         )
         if last:
             widest = max(widest, model.vocabulary_size)

@@ -141,7 +141,7 @@ def _check_replica(
         raise UnsupportedFeatureError(f"engine={engine!r}: engine-specific models are not there yet; use engine=None")
     for name, count in (("batch", batch), ("tensor_parallel", degree), ("pipeline_parallel", stages)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InvalidInputError(f"{name} is a whole number from 1, got {count!r}")
+            raise InvalidInputError(f"{name}={count!r}: a whole number from 1 is needed")
     if degree > machine.gpu_count or degree < 1:
         raise InvalidInputError(
             f"tensor_parallel={degree}: {machine.name} has {machine.gpu_count} GPUs, "

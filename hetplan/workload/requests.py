@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -203,20 +204,20 @@ class Workload(Frozen):
             return next(iter(values))
         return sum(v * (q.requests_per_s or 0.0) for v, q in zip(values, self.query_types, strict=True)) / total
 
-    @property
+    @cached_property
     def mean_input_tokens(self) -> float:
         return self._mean(q.input_tokens.mean for q in self.query_types)
 
-    @property
+    @cached_property
     def mean_output_tokens(self) -> float:
         return self._mean(q.output_tokens.mean for q in self.query_types)
 
-    @property
+    @cached_property
     def mean_prefill_tokens(self) -> float:
         """Prompt tokens that are computed: those the prefix cache does not hold."""
         return self._mean(q.input_tokens.mean * (1 - q.prefix_cache_hit_rate) for q in self.query_types)
 
-    @property
+    @cached_property
     def max_tokens(self) -> int:
         """Longest prompt plus longest answer of any class, in tokens."""
         longest = max(q.input_tokens.maximum + q.output_tokens.maximum for q in self.query_types)

@@ -143,19 +143,47 @@ def sound() -> hp.Plan:
     return plan_of("single-node")
 
 
+def renamed(plan: hp.Plan, model: str, machine: str) -> hp.Plan:
+    """The plan as if a config, a prices file or a plan file had called its model, machine and offer so."""
+    problem = plan.problem
+    types = tuple(t.model_copy(update={"name": machine}) for t in problem.cluster.instance_types)
+    cluster = problem.cluster.model_copy(update={"instance_types": types})
+    new = problem.model.model_copy(update={"name": model})
+    (deployment,) = plan.deployments
+    pipelines = tuple(
+        p.model_copy(
+            update={
+                "nodes": (machine,) * len(p.nodes),
+                "stages": tuple(s.model_copy(update={"instance_type": machine}) for s in p.stages),
+            }
+        )
+        for p in deployment.pipelines
+    )
+    return plan.model_copy(
+        update={
+            "problem": problem.model_copy(update={"model": new, "cluster": cluster}),
+            "deployments": (deployment.model_copy(update={"pipelines": pipelines}),),
+        }
+    )
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=hostile, source=hostile)
-@example(name="a'b", source="c'}d")
+@given(name=hostile, source=hostile, machine=hostile)
+@example(name="a'b", source="c'}d", machine="e\ntouch pwned")
+@example(name="a", source="b", machine="$(touch pwned)")
 def test_no_name_reaches_a_shell_unquoted(
-    name: str, source: str, sound: hp.Plan, tmp_path_factory: pytest.TempPathFactory
+    name: str, source: str, machine: str, sound: hp.Plan, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A stand-in for the engine gets each name as one argument, and nothing else happens."""
-    renamed = sound.problem.model.model_copy(update={"name": name})
-    plan = sound.model_copy(update={"problem": sound.problem.model_copy(update={"model": renamed})})
+    plan = renamed(sound, name, machine)
     try:
         files = shell_files(plan, get_engine(ENGINE), model=source)
     except hp.InvalidInputError:
-        bad = [text for text in (name, source) if not text.isprintable() or text.startswith("-") or len(text) > 512]
+        bad = [
+            text
+            for text in (name, source, machine)
+            if not text.isprintable() or text.startswith("-") or len(text) > 512
+        ]
         assert bad
         return
     folder = tmp_path_factory.mktemp("hostile")

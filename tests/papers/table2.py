@@ -22,10 +22,16 @@ class Table2:
         self.vocabulary = problem.model.vocabulary_size
         self.s_in = problem.workload.mean_input_tokens
         self.s_out = problem.workload.mean_output_tokens
-        self.rates = {
+        rates = {
             c.gpu: (c.compute_flops.get("bf16", c.compute_flops["fp16"]).value, c.memory_bytes_per_s.value)
             for c in problem.calibrations
         }
+        # FLOP/s, bytes/s, alpha and beta inside and between machines: the paper's calibrated scalars.
+        self.scalars: dict[str, tuple[float, float, float, float, float, float]] = {}
+        for machine in problem.cluster.instance_types:
+            inside, outside = machine.intra_node_links.get(machine.gpu_count), machine.inter_node_link
+            alpha, beta = (inside.latency_s, inside.bytes_per_s) if inside is not None else (0.0, 1.0)
+            self.scalars[machine.name] = (*rates[machine.gpu.name], alpha, beta, outside.latency_s, outside.bytes_per_s)
 
     def throughput(self, stages: list[tuple[InstanceType, int]], batch: int, complete: bool) -> float:
         """Eqs. 4 and 5 for (machine, layers) stages, the last with the logits when the pipeline is complete."""
@@ -41,49 +47,40 @@ class Table2:
 
     def stage(self, machine: InstanceType, layers: int, batch: int, *, logits: bool) -> tuple[float, float]:
         """Seconds of prefill and decode."""
+        flops, bandwidth, alpha, beta, _, _ = self.scalars[machine.name]
         h, kv, f, v, d = self.hidden, self.kv, self.ffn, self.vocabulary, machine.gpu_count
         b, s_in, s_out = batch, self.s_in, self.s_out
         contexts = s_out * s_in + s_out * (s_out + 1) / 2
+
+        def operation(work: float, elements: float) -> float:
+            """Eq. 1."""
+            return max(work / flops, elements * BYTES / bandwidth)
+
         prefill = (
-            self.operation(
-                machine, b * (2 * s_in * h * h + 4 * s_in * h * kv) / d, b * s_in * h + (h * h + 2 * h * kv) / d
-            )
-            + self.operation(machine, 4 * b * s_in * s_in * h / d, (b * s_in * h + 2 * b * s_in * kv) / d)
-            + self.operation(machine, 2 * b * s_in * h * h / d, (b * s_in * h + h * h) / d)
-            + self.operation(machine, 4 * b * s_in * h * f / d, b * s_in * h + 2 * h * f / d)
-            + self.operation(machine, 2 * b * s_in * h * f / d, (b * s_in * f + h * f) / d)
-            + self.all_reduces(machine, b * s_in)
+            operation(b * (2 * s_in * h * h + 4 * s_in * h * kv) / d, b * s_in * h + (h * h + 2 * h * kv) / d)
+            + operation(4 * b * s_in * s_in * h / d, (b * s_in * h + 2 * b * s_in * kv) / d)
+            + operation(2 * b * s_in * h * h / d, (b * s_in * h + h * h) / d)
+            + operation(4 * b * s_in * h * f / d, b * s_in * h + 2 * h * f / d)
+            + operation(2 * b * s_in * h * f / d, (b * s_in * f + h * f) / d)
         )
         decode = (
-            self.operation(
-                machine, b * s_out * (2 * h * h + 4 * h * kv) / d, s_out * (b * h + (h * h + 2 * h * kv) / d)
-            )
-            + self.operation(machine, 4 * b * contexts * h / d, (s_out * b * h + 2 * b * contexts * kv) / d)
-            + self.operation(machine, 2 * b * s_out * h * h / d, s_out * (b * h + h * h) / d)
-            + self.operation(machine, 4 * b * s_out * h * f / d, s_out * (b * h + 2 * h * f / d))
-            + self.operation(machine, 2 * b * s_out * h * f / d, s_out * (b * f + h * f) / d)
-            + s_out * self.all_reduces(machine, b)
+            operation(b * s_out * (2 * h * h + 4 * h * kv) / d, s_out * (b * h + (h * h + 2 * h * kv) / d))
+            + operation(4 * b * contexts * h / d, (s_out * b * h + 2 * b * contexts * kv) / d)
+            + operation(2 * b * s_out * h * h / d, s_out * (b * h + h * h) / d)
+            + operation(4 * b * s_out * h * f / d, s_out * (b * h + 2 * h * f / d))
+            + operation(2 * b * s_out * h * f / d, s_out * (b * f + h * f) / d)
         )
+        if d > 1:
+            # Eq. 2.
+            prefill += 4 * (alpha + b * s_in * h * BYTES / (d * beta)) * (d - 1)
+            decode += s_out * 4 * (alpha + b * h * BYTES / (d * beta)) * (d - 1)
         prefill, decode = layers * prefill, layers * decode
         if logits:
-            prefill += self.operation(machine, 2 * b * s_in * h * v / d, b * s_in * h + h * v / d)
-            decode += self.operation(machine, 2 * b * s_out * h * v / d, s_out * (b * h + h * v / d))
+            prefill += operation(2 * b * s_in * h * v / d, b * s_in * h + h * v / d)
+            decode += operation(2 * b * s_out * h * v / d, s_out * (b * h + h * v / d))
         return prefill, decode
-
-    def operation(self, machine: InstanceType, flops: float, elements: float) -> float:
-        """Eq. 1."""
-        compute, bandwidth = self.rates[machine.gpu.name]
-        return max(flops / compute, elements * BYTES / bandwidth)
-
-    def all_reduces(self, machine: InstanceType, tokens: float) -> float:
-        """Eq. 2 for one layer."""
-        degree = machine.gpu_count
-        if degree == 1:
-            return 0.0
-        link = machine.group_link(degree)
-        return 4 * (link.latency_s + tokens * self.hidden * BYTES / (degree * link.bytes_per_s)) * (degree - 1)
 
     def send(self, machine: InstanceType, tokens: float) -> float:
         """Eq. 3 over the sender's card."""
-        link = machine.inter_node_link
-        return link.latency_s + tokens * self.hidden * BYTES / link.bytes_per_s
+        *_, latency, bytes_per_s = self.scalars[machine.name]
+        return latency + tokens * self.hidden * BYTES / bytes_per_s

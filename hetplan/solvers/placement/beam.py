@@ -73,10 +73,14 @@ def _seconds(
     kinds = prefix.shape[1]
     p = stage_s[batch, option, 2 * kinds + 2 * role]
     d = stage_s[batch, option, 2 * kinds + 2 * role + 1]
-    for k in range(kinds):
+    first = high - low
+    for k in range(1, kinds):
         n = prefix[high, k] - prefix[low, k]
+        first -= n
         p += n * stage_s[batch, option, 2 * k]
         d += n * stage_s[batch, option, 2 * k + 1]
+    p += first * stage_s[batch, option, 0]
+    d += first * stage_s[batch, option, 1]
     return p, d
 
 
