@@ -6,7 +6,7 @@ import csv
 import datetime
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from hetplan.catalog.tables import list_instance_types
@@ -74,7 +74,7 @@ def refreshed_offers(
         If no row is of a catalogued machine, or a price is not positive.
     """
     known = {name.lower(): name for name in list_instance_types()}
-    rows: list[Mapping[str, Any]] = []
+    found: dict[tuple[str, str, str, bool], dict[str, Any]] = {}
     for item in query(providers):
         name = known.get(item.instance_name.lower())
         if name is None:
@@ -83,23 +83,24 @@ def refreshed_offers(
             raise InvalidInputError(
                 f"{item.provider} {name} in {item.location}: price {item.price}; prices are above 0"
             )
-        rows.append(
-            {
-                "instance_type": name,
-                "count": 1,
-                "market": "spot" if item.spot else "on_demand",
-                "price_usd_per_hour": f"{item.price:g}",
-                "region": item.location,
-                "provider": item.provider,
-                "observed_on": today.isoformat(),
-                "source": "gpuhunt",
-            }
-        )
-    if not rows:
+        key = (item.provider, item.location, name, item.spot)
+        # Of several prices for one offer the lowest counts.
+        if key in found and float(found[key]["price_usd_per_hour"]) <= item.price:
+            continue
+        found[key] = {
+            "instance_type": name,
+            "count": 1,
+            "market": "spot" if item.spot else "on_demand",
+            "price_usd_per_hour": f"{item.price:g}",
+            "region": item.location,
+            "provider": item.provider,
+            "observed_on": today.isoformat(),
+            "source": "gpuhunt",
+        }
+    if not found:
         raise InvalidInputError(f"no price of a catalogued machine for {', '.join(providers)}; try other providers")
-    rows.sort(key=lambda row: (row["provider"], row["region"], row["instance_type"], row["market"]))
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(found[key] for key in sorted(found))
     return text.getvalue()

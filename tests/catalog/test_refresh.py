@@ -28,6 +28,7 @@ def test_known_machines_become_offers_that_a_cluster_reads(tmp_path: Path) -> No
     rows = [
         Row("g6.xlarge", "us-west-2", 0.81),
         Row("g6.xlarge", "us-west-2", 0.3, spot=True),
+        Row("g6.xlarge", "us-west-2", 0.4, spot=True),
         Row("m5.large", "us-west-2", 0.1),
     ]
     file = tmp_path / "offers.csv"
