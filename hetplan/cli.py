@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -461,8 +461,7 @@ def _code(error: HetplanError) -> Exit:
 
 
 def _error_document(error: HetplanError) -> dict[str, Any]:
-    public = next(kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_"))
-    document: dict[str, Any] = {"type": public, "message": str(error)}
+    document: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, InfeasibleError):
         document["reasons"] = [
             {
@@ -477,6 +476,15 @@ def _error_document(error: HetplanError) -> dict[str, Any]:
     return document
 
 
+def _fail(kind: str, label: str, message: str, code: Exit) -> NoReturn:
+    """Leave with an error that no verb has answered: as a document when one was asked for, else as a line."""
+    if "--json" in sys.argv:
+        typer.echo(json.dumps({"error": {"type": kind, "message": message}}))
+    else:
+        _console.print(f"{label}: {message}")
+    sys.exit(code)
+
+
 def main() -> None:
     """Entry point of the ``hetplan`` command."""
     try:
@@ -488,17 +496,8 @@ def main() -> None:
             # No command given: the help has been shown.
             sys.exit(Exit.BAD_INPUT)
         said: str = error.format_message()  # type: ignore[attr-defined]
-        message = f"{said.rstrip('.')}. See --help"
-        if "--json" in sys.argv:
-            typer.echo(json.dumps({"error": {"type": "UsageError", "message": message}}))
-        else:
-            _console.print(f"error: {message}")
-        sys.exit(Exit.BAD_INPUT)
+        _fail("UsageError", "error", f"{said.rstrip('.')}. See --help", Exit.BAD_INPUT)
     except Exception as error:
-        message = f"{type(error).__name__}: {error}. Please report it with the command you ran"
-        if "--json" in sys.argv:
-            typer.echo(json.dumps({"error": {"type": "InternalError", "message": message}}))
-        else:
-            _console.print(f"internal error: {message}")
-        sys.exit(Exit.OUR_FAULT)
+        said = f"{type(error).__name__}: {error}. Please report it with the command you ran"
+        _fail("InternalError", "internal error", said, Exit.OUR_FAULT)
     sys.exit(code or Exit.FINE)
