@@ -114,15 +114,14 @@ def build_tables(problem: PlacementProblem, estimator: Estimator, options: list[
         empty = estimator.stage_memory(
             model, option.machine, layers=(0, 0), tensor_parallel=option.degree, first=False, last=False
         )
+        longest_base = _sequence(problem, estimator, option, (0, 0), longest, last=False)
         for k in kinds:
             one = (sample[k], sample[k] + 1)
             held = estimator.stage_memory(
                 model, option.machine, layers=one, tensor_parallel=option.degree, first=False, last=False
             )
             weights[o, k] = held.weight_bytes - empty.weight_bytes
-            base = end_sequence[o, 0]
-            sequence[o, k] = _sequence(problem, estimator, option, one, typical, last=False) - base
-            longest_base = _sequence(problem, estimator, option, (0, 0), longest, last=False)
+            sequence[o, k] = _sequence(problem, estimator, option, one, typical, last=False) - end_sequence[o, 0]
             longest_bytes[o, k] = _sequence(problem, estimator, option, one, longest, last=False) - longest_base
 
     batches = _batch_axis(problem, options, room, weights, sequence, end_sequence, limit)
