@@ -1,10 +1,11 @@
-"""Fit hetplan/catalog/data/links.csv: the all-reduce of each kind of link and group size.
+"""Fit hetplan/catalog/data/{links,all_reduce}.csv: the all-reduce of each kind of link and group size.
 
 Run by hand: ``HETPLAN_DATA=folder python calibration/derive_links.py``. The folder holds
 ``aiconfigurator/comm_<GPU>.csv`` and ``vidur/comm.csv``.
 
 The model is a ring, ``2 (P - 1) (latency_s + N / (P bytes_per_s))``: the latency comes from messages up
-to 8 KiB, the bandwidth from 4 to 128 MiB.
+to 8 KiB, the bandwidth from 4 to 128 MiB. Beside it stand the curves of the switched links, which are alike on every
+host: the faster of vLLM's custom kernels and NCCL, at eight sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
+from hetplan.calibration.fit import all_reduce_curves
+from hetplan.calibration.tables import read_kernel_tables
+
 LINKS_CSV = Path(__file__).resolve().parent.parent / "hetplan" / "catalog" / "data" / "links.csv"
+CURVES_CSV = LINKS_CSV.with_name("all_reduce.csv")
 GROUPS = (2, 4, 8)
 SMALL_BYTES = 8 * 2**10
 LARGE_BYTES = (4 * 2**20, 128 * 2**20)
@@ -108,12 +113,27 @@ def build(data: Path) -> str:
     return out.getvalue()
 
 
+def build_curves(data: Path) -> str:
+    """The text of all_reduce.csv."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["link", "gpus", "library", "bytes", "seconds", "source"])
+    for link, gpu in (("nvlink3", "A100-SXM4-80GB"), ("nvlink4", "H100-SXM5-80GB")):
+        tables = read_kernel_tables(gpu, data / "aiconfigurator")
+        source = f"aiconfigurator-core 0.12.0 {tables.names[-1]}"
+        for curve in all_reduce_curves(tables.frames["comm"], source):
+            for size, seconds in zip(curve.bytes, curve.seconds, strict=True):
+                writer.writerow([link, curve.tensor_parallel, curve.library, f"{size:g}", f"{seconds:.4g}", source])
+    return out.getvalue()
+
+
 def main() -> None:
     """Run the script."""
     data = Path(os.environ.get("HETPLAN_DATA") or sys.exit("set HETPLAN_DATA to the data folder"))
     content = build(data)
     LINKS_CSV.write_text(content, encoding="utf-8")
     print(content, end="")
+    CURVES_CSV.write_text(build_curves(data), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,15 @@ MACHINE_LINKS = {
     "NVLink4 bridge (pair)": "nvlink4_bridge",
 }
 
+# Streaming multiprocessors (NVIDIA's whitepapers and product briefs) or compute units (AMD's).
+SM_COUNTS = {
+    "T4": 40, "V100-SXM2-16GB": 80, "V100-SXM2-32GB": 80, "A10": 72, "A10G": 80, "L4": 58, "L40": 142, "L40S": 142,
+    "RTX4090": 128, "RTXA6000": 84, "A40": 84, "RTX6000Ada": 142, "A100-PCIE-40GB": 108, "A100-SXM4-40GB": 108,
+    "A100-PCIE-80GB": 108, "A100-SXM4-80GB": 108, "H100-PCIE-80GB": 114, "H100-SXM5-80GB": 132,
+    "H100-NVL-94GB": 132, "H200-SXM-141GB": 132, "GH200-96GB": 132, "B200-SXM-180GB": 148, "RTXPRO6000-SE": 188,
+    "RTXPRO6000-WS": 188, "MI250": 104, "MI300X": 304,
+}  # fmt: skip
+
 # The operating system sees one MI250 board as two devices: a row here is one device, half of every figure.
 DEVICES_PER_BOARD = {"MI250": 2}
 MI250_DEVICE_MIB = 65536
@@ -77,6 +86,7 @@ def gpu(row: Row) -> Row:
         "bandwidth_gb_s": f"{float(row['bandwidth_gb_s']) / devices:g}",
         **rates,
         "native_dtypes": " ".join(DTYPES[name] for name in native),
+        "sm_count": str(SM_COUNTS[row["gpu_name"]]),
         "link": GPU_LINKS[row["gpu_link"]],
         "source": row["source"],
         "checked": row["checked"],

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
@@ -21,7 +25,14 @@ from hetplan.catalog.tables import (
     list_instance_types,
 )
 from hetplan.errors import InvalidInputError
-from hetplan.estimator.prediction import PlanEstimate, ReplicaPrediction, Schedule, estimate_plan, predict_replica
+from hetplan.estimator.prediction import (
+    PlanEstimate,
+    ReplicaPrediction,
+    estimate_plan,
+    predict_replica,
+    predict_replicas,
+)
+from hetplan.estimator.replica import Replica, Schedule, make_replica
 from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
@@ -29,6 +40,9 @@ from hetplan.solvers.base import OnIncumbent, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.verification import Violation, verify_plan
 from hetplan.workload.requests import Slo, Workload
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 ModelLike = ModelSpec | str | Path | Mapping[str, Any]
 ClusterLike = Cluster | Mapping[str, Any] | str | Path
@@ -347,7 +361,7 @@ def predict(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    batch: int = 8,
+    batch: float = 8,
     input_tokens: float = 763,
     output_tokens: float = 232,
     weight_dtype: str | None = None,
@@ -359,7 +373,7 @@ def predict(
     estimator: EstimatorName = "calibrated",
     gpu_memory_utilization: float = 0.9,
 ) -> ReplicaPrediction:
-    """How fast one replica is: a static batch through ``pipeline_parallel`` even stages.
+    """How fast one replica is: a model on ``pipeline_parallel`` even stages, under a schedule.
 
     Parameters
     ----------
@@ -368,8 +382,8 @@ def predict(
         A catalogued GPU or alias.
     tensor_parallel, pipeline_parallel : int
         GPUs of a stage, and stages.
-    batch : int
-        Sequences that start together.
+    batch : float
+        Sequences: of the batch, in flight, or clients, as the schedule says.
     input_tokens, output_tokens : float
         Tokens of each sequence.
     weight_dtype, kv_dtype : str, optional
@@ -377,11 +391,12 @@ def predict(
     instance_type : str or InstanceType, optional
         The host, for its links; by default the NVLink table of an SXM part, else a default PCIe host.
     engine : str, optional
-        Reserved for engine-specific models.
+        Whose step overheads to take, such as "vllm"; by default those that the schedule was measured with.
     calibration : Calibration, optional
         Own calibration of the GPU.
     schedule : "static", "in_flight" or "closed_loop"
-        How sequences follow one another; only "static" is answered yet.
+        A batch that starts and ends together; ``batch`` sequences kept in flight from an endless queue, their prefill
+        mixed into ``tpot_s`` and ``output_tokens_per_s``; or ``batch`` clients that each wait for their answer.
     estimator : "calibrated" or "paper"
     gpu_memory_utilization : float
         As vLLM's flag of that name.
@@ -397,26 +412,111 @@ def predict(
         If the weights and one sequence do not fit; the shortfall is given in GiB.
     InvalidInputError
         For values out of range or unknown names.
+
+    See Also
+    --------
+    predict_many : many loads of one replica at once.
     """
-    spec = resolve_model(model, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    replica = _replica(
+        model, gpu, tensor_parallel, pipeline_parallel, weight_dtype, kv_dtype, instance_type, engine, calibration,
+        schedule, estimator, gpu_memory_utilization,
+    )  # fmt: skip
+    return predict_replica(replica, batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
+
+
+def predict_many(
+    model: ModelLike,
+    gpu: str,
+    *,
+    batch: ArrayLike,
+    input_tokens: ArrayLike,
+    output_tokens: ArrayLike,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    weight_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    instance_type: str | InstanceType | None = None,
+    engine: str | None = None,
+    calibration: Calibration | None = None,
+    schedule: Schedule = "static",
+    estimator: EstimatorName = "calibrated",
+    gpu_memory_utilization: float = 0.9,
+) -> DataFrame:
+    """As `predict`, for many loads of one replica at once.
+
+    Parameters
+    ----------
+    batch, input_tokens, output_tokens : array_like
+        Broadcast together to (N,).
+
+    Returns
+    -------
+    pandas.DataFrame
+        (N, ...) the loads, ``max_batch``, and each figure with its band (``ttft_s``, ``ttft_s_low``, ...); NaN where
+        not even one such sequence fits.
+    """
+    import pandas
+
+    names = ("batch", "input_tokens", "output_tokens")
+    try:
+        given = [np.asarray(value, dtype=np.float64) for value in (batch, input_tokens, output_tokens)]
+        loads = [np.array(np.atleast_1d(one), dtype=np.float64) for one in np.broadcast_arrays(*given)]
+    except ValueError as error:
+        raise InvalidInputError(f"batch, input_tokens and output_tokens are numbers of one shape: {error}") from None
+    for name, values in zip(names, loads, strict=True):
+        wrong = ~(np.isfinite(values) & (values > 0))
+        if values.ndim != 1 or wrong.any():
+            said = f"has {values[wrong][0]}" if wrong.any() else f"has {values.ndim} dimensions"
+            raise InvalidInputError(f"{name} {said}; positive numbers in one dimension are needed")
+    replica = _replica(
+        model, gpu, tensor_parallel, pipeline_parallel, weight_dtype, kv_dtype, instance_type, engine, calibration,
+        schedule, estimator, gpu_memory_utilization,
+    )  # fmt: skip
+    return pandas.DataFrame(dict(zip(names, loads, strict=True)) | predict_replicas(replica, *loads))
+
+
+def _replica(
+    model: ModelLike,
+    gpu: str,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    weight_dtype: str | None,
+    kv_dtype: str | None,
+    instance_type: str | InstanceType | None,
+    engine: str | None,
+    calibration: Calibration | None,
+    schedule: Schedule,
+    estimator: EstimatorName,
+    gpu_memory_utilization: float,
+) -> Replica:
+    if isinstance(model, str):
+        spec = _named_model(model, weight_dtype, kv_dtype)
+    else:
+        spec = resolve_model(model, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     if isinstance(instance_type, str):
         machine = get_instance_type(instance_type)
     else:
-        machine = instance_type or default_instance_type(gpu)
+        machine = instance_type or _default_host(gpu)
     if instance_type is not None and machine.gpu.name != gpu and machine.gpu.name != gpu_name(gpu):
         raise InvalidInputError(f"{machine.name} has {machine.gpu.name} GPUs, not {gpu}; change one of the two")
-    return predict_replica(
+    return make_replica(
         spec,
         machine,
         calibration or get_calibration(machine.gpu),
-        gpu=gpu,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-        batch=batch,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
         schedule=schedule,
         engine=engine,
         estimator=estimator,
         gpu_memory_utilization=gpu_memory_utilization,
     )
+
+
+@lru_cache(maxsize=64)
+def _named_model(name: str, weight_dtype: str | None, kv_dtype: str | None) -> ModelSpec:
+    return resolve_model(name, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+
+
+@lru_cache(maxsize=64)
+def _default_host(gpu: str) -> InstanceType:
+    return default_instance_type(gpu)

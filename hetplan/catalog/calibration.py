@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,9 +12,11 @@ from pydantic import Field
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import Dtype
+from hetplan.catalog.kernels import AllReduceCurve, DecodeAttentionFit, GemmFit, PrefillAttentionFit
+from hetplan.catalog.steps import StepOverheads
 from hetplan.errors import InvalidInputError, SchemaVersionError
 
-SCHEMA: Literal["hetplan.calibration/1"] = "hetplan.calibration/1"
+SCHEMA: Literal["hetplan.calibration/2"] = "hetplan.calibration/2"
 Source = Literal["measured", "published", "datasheet", "assumed"]
 
 
@@ -32,21 +33,10 @@ class Quantity(Frozen):
     observed_on: datetime.date | None = None
 
 
-class CollectiveFit(Frozen):
-    """All-reduce of one group size on one host, as the alpha-beta of a ring."""
-
-    host: str
-    tensor_parallel: Annotated[int, Field(ge=2)]
-    latency_s: Annotated[float, Field(ge=0)]
-    bytes_per_s: Annotated[float, Field(gt=0)]
-    source: Source
-    reference: str
-
-
 class CalibrationPoint(Frozen):
     """One measured operation: its shape by name (m, n, k; batch, tokens, heads ...), seconds and spread."""
 
-    operation: Literal["gemm", "gemv", "attention_prefill", "attention_decode", "all_reduce"]
+    operation: Literal["gemm", "gemv", "attention_prefill", "attention_decode", "all_reduce", "norm"]
     dtype: Dtype
     shape: dict[str, int]
     seconds: Annotated[float, Field(gt=0)]
@@ -54,20 +44,38 @@ class CalibrationPoint(Frozen):
 
 
 class Calibration(Frozen):
-    """Effective rates of one GPU.
+    """What one GPU reaches: rates, and fitted kernels where they were measured.
 
-    ``compute_flops`` per type in which the GPU multiplies; ``memory_bytes_per_s`` as reached by a
-    weight-streaming GEMV; ``kernel_s`` per kernel that is not a GEMM or attention, ``step_s`` per engine
-    iteration of a stage. ``points`` keeps raw measurements for models that interpolate.
+    Attributes
+    ----------
+    compute_flops : dict of str to Quantity
+        FLOP/s of large GEMMs, per type in which the GPU multiplies.
+    memory_bytes_per_s : Quantity
+        Bytes/s of a weight-streaming GEMV.
+    kernel_s : Quantity
+        Seconds of launching one small kernel inside a step.
+    gemms : tuple of GemmFit
+        One per type; a type without one is derived from the rates.
+    prefill_attention, decode_attention : optional
+        Fitted attention kernels; derived from the rates when missing.
+    all_reduces : tuple of AllReduceCurve
+        Collectives measured on hosts of this GPU; they go before the host's own link.
+    step_overheads : tuple of StepOverheads
+        Engines timed on this machine, instead of the catalogue's.
+    points : tuple of CalibrationPoint
+        The measurements behind the fits.
     """
 
-    schema_version: Literal["hetplan.calibration/1"] = SCHEMA
+    schema_version: Literal["hetplan.calibration/2"] = SCHEMA
     gpu: str
     compute_flops: dict[Dtype, Quantity]
     memory_bytes_per_s: Quantity
     kernel_s: Quantity
-    step_s: Quantity
-    collectives: tuple[CollectiveFit, ...] = ()
+    gemms: tuple[GemmFit, ...] = ()
+    prefill_attention: PrefillAttentionFit | None = None
+    decode_attention: DecodeAttentionFit | None = None
+    all_reduces: tuple[AllReduceCurve, ...] = ()
+    step_overheads: tuple[StepOverheads, ...] = ()
     points: tuple[CalibrationPoint, ...] = ()
     device: str | None = None
     driver: str | None = None
@@ -119,10 +127,35 @@ class Calibration(Frozen):
             )
         return calibration
 
+    @classmethod
+    def fit(
+        cls,
+        gpu: str,
+        tables: str | Path,
+        *,
+        engine: str | None = None,
+    ) -> Calibration:
+        """Fit a calibration from kernel tables in CSV form.
 
-def collective_for(calibration: Calibration, host: str, tensor_parallel: int) -> CollectiveFit | None:
-    """The measured all-reduce of a group on a host, where the calibration has one."""
-    matches: Iterable[CollectiveFit] = (
-        fit for fit in calibration.collectives if fit.host == host and fit.tensor_parallel == tensor_parallel
-    )
-    return next(iter(matches), None)
+        Parameters
+        ----------
+        gpu : str
+            A catalogued GPU or alias.
+        tables : path
+            A folder with ``gemm_<GPU>.csv``, ``attn_prefill_<GPU>.csv``, ``attn_decode_<GPU>.csv`` and
+            ``comm_<GPU>.csv``, whichever there are; docs/calibration.md gives their columns.
+        engine : str, optional
+            Whose kernels to take where a table holds several; by default vLLM's.
+
+        Returns
+        -------
+        Calibration
+
+        Raises
+        ------
+        InvalidInputError
+            If the folder holds no table of the GPU, or a table lacks a column.
+        """
+        from hetplan.calibration.fit import fit_tables
+
+        return fit_tables(gpu, Path(tables), engine=engine)

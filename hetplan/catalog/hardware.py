@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import Dtype
+from hetplan.catalog.kernels import AllReduceCurve
 from hetplan.catalog.model import ModelSpec
 from hetplan.errors import InvalidInputError
 
@@ -18,16 +19,20 @@ class Link(Frozen):
     """A connection in the alpha-beta model: ``latency_s`` once, then ``bytes_per_s`` (10**9 = 1 GB/s), one way.
 
     For a group of GPUs, ``bytes_per_s`` is what makes ``2 (P - 1) (latency_s + N / (P bytes_per_s))``
-    the time of an all-reduce of N bytes over P GPUs.
+    the time of an all-reduce of N bytes over P GPUs; ``all_reduce`` holds measured times where there are some.
     """
 
     latency_s: Annotated[float, Field(ge=0)]
     bytes_per_s: Rate
     source: str = "given"
+    all_reduce: AllReduceCurve | None = None
 
 
 class GpuSpec(Frozen):
-    """One GPU. ``memory_bytes`` is what the driver reports; ``dense_flops`` are dense peaks (FLOP/s), never sparse."""
+    """One GPU. ``memory_bytes`` is what the driver reports; ``dense_flops`` are dense peaks (FLOP/s), never sparse.
+
+    ``sm_count``: streaming multiprocessors (compute units), which work on one tile of a matrix at a time.
+    """
 
     name: str
     vendor: str
@@ -35,6 +40,7 @@ class GpuSpec(Frozen):
     bandwidth_bytes_per_s: Rate
     dense_flops: dict[Dtype, Rate]
     native_dtypes: tuple[Dtype, ...]
+    sm_count: Annotated[int, Field(gt=0)] | None = None
     source: str
 
     @model_validator(mode="after")

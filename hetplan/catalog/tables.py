@@ -14,6 +14,7 @@ from importlib.resources import as_file, files
 from hetplan.catalog.calibration import Calibration, Quantity
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
 from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
+from hetplan.catalog.kernels import AllReduceCurve
 from hetplan.catalog.local import LOCAL_GPU, LOCAL_MACHINE
 from hetplan.catalog.offers import Cluster, Market, Offer, Pool
 from hetplan.errors import InvalidInputError, UnknownNameError
@@ -37,7 +38,6 @@ DEFAULT_HOST_GPUS = 8
 
 # An uncalibrated GPU: between the A40, A100 and H100 of calibration/derive_scalars.py.
 ASSUMED_KERNEL_S = 4e-6
-ASSUMED_STEP_S = 1e-3
 
 GPU_ALIASES = {
     "a100-80gb": "A100-SXM4-80GB",
@@ -270,7 +270,6 @@ def datasheet_calibration(spec: GpuSpec) -> Calibration:
         compute_flops={dtype: peak(rate) for dtype, rate in spec.dense_flops.items()},
         memory_bytes_per_s=peak(spec.bandwidth_bytes_per_s),
         kernel_s=Quantity(value=ASSUMED_KERNEL_S, source="assumed", reference=assumed),
-        step_s=Quantity(value=ASSUMED_STEP_S, source="assumed", reference=assumed),
     )
 
 
@@ -287,7 +286,7 @@ def _gpu_rows() -> list[dict[str, str]]:
     return _rows(
         "gpus.csv",
         "name vendor memory_mib bandwidth_gb_s fp32_tflops fp16_tflops bf16_tflops fp8_tflops int8_tops native_dtypes "
-        "link source checked note",
+        "sm_count link source checked note",
     )
 
 
@@ -308,6 +307,7 @@ def _gpus() -> dict[str, GpuSpec]:
             bandwidth_bytes_per_s=float(row["bandwidth_gb_s"]) * GB,
             dense_flops={dtype: float(row[column]) * TERA for dtype, column in columns.items() if row[column]},
             native_dtypes=tuple(dtype for dtype in DTYPE_BITS if dtype in row["native_dtypes"].split()),
+            sm_count=int(row["sm_count"]),
             source=_with_doubts(row),
         )
         for row in _gpu_rows()
@@ -317,14 +317,34 @@ def _gpus() -> dict[str, GpuSpec]:
 @cache
 def _links() -> dict[str, dict[int, Link]]:
     table: dict[str, dict[int, Link]] = {}
+    curves = _curves()
     for row in _rows("links.csv", "link gpus latency_s bytes_per_s kind source"):
         link = Link(
             latency_s=float(row["latency_s"]),
             bytes_per_s=float(row["bytes_per_s"]),
             source=f"{row['link']} at {row['gpus']} GPUs, {row['source']}",
+            all_reduce=curves.get((row["link"], int(row["gpus"]))),
         )
         table.setdefault(row["link"], {})[int(row["gpus"])] = link
     return table
+
+
+def _curves() -> dict[tuple[str, int], AllReduceCurve]:
+    groups: dict[tuple[str, int], list[dict[str, str]]] = {}
+    for row in _rows("all_reduce.csv", "link gpus library bytes seconds source"):
+        groups.setdefault((row["link"], int(row["gpus"])), []).append(row)
+    return {
+        (link, gpus): AllReduceCurve(
+            host=None,
+            tensor_parallel=gpus,
+            library=rows[0]["library"],
+            bytes=tuple(float(row["bytes"]) for row in rows),
+            seconds=tuple(float(row["seconds"]) for row in rows),
+            source="measured",
+            reference=rows[0]["source"],
+        )
+        for (link, gpus), rows in groups.items()
+    }
 
 
 @cache

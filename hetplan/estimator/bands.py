@@ -3,59 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.hardware import InstanceType
-from hetplan.estimator.memory import compute_rate
+from hetplan.estimator.communication import all_reduce_for
+from hetplan.estimator.rates import compute_rate
 from hetplan.problem.placement import PlacementProblem
 
 BAND_LEVEL = 0.9
 
-# Measured over predicted time, 5% and 95% quantiles, learnt by calibration/learn_bands.py from 1,022 static
-# batches that others measured on A100, H100 and L40S, sources weighing alike. The same rows predicted with
-# datasheet rates give 1.22 to 2.22: a band holds its own prediction, so the low end is 1 there.
-_MEASURED_TIME = (0.97, 1.85)
-_DATASHEET_TIME = (1.0, 2.22)
+Basis = Literal["fitted", "rates", "datasheet", "paper"]
+
+# Measured over predicted time, 5% and 95% quantiles by what a prediction rests on and what it predicts, learnt by
+# calibration/learn_bands.py from held-out GPUs: each with its own calibration points, and with the parameters that
+# GPUs share, engine overheads among them, learnt without it.
+_TIME: dict[tuple[Basis, str], tuple[float, float]] = {
+    ("fitted", "ttft_s"): (0.85, 1.20),
+    ("fitted", "tpot_s"): (0.85, 1.20),
+    ("fitted", "request"): (0.85, 1.20),
+    ("rates", "ttft_s"): (0.8, 1.4),
+    ("rates", "tpot_s"): (0.8, 1.4),
+    ("rates", "request"): (0.8, 1.4),
+    ("datasheet", "ttft_s"): (0.8, 2.0),
+    ("datasheet", "tpot_s"): (0.8, 2.0),
+    ("datasheet", "request"): (0.8, 2.0),
+    ("paper", "ttft_s"): (0.97, 1.85),
+    ("paper", "tpot_s"): (0.97, 1.85),
+    ("paper", "request"): (0.97, 1.85),
+}
+# A group whose collectives were never measured on this host may lose more: what TP2 to TP8 runs of the same GPUs
+# gain on the upper end when the link of another host stands in.
+_UNMEASURED_GROUP = 1.25
 _RATES = frozenset({"requests_per_s", "output_tokens_per_s"})
 
 
-def band_around(
-    name: str, value: float, estimator: str, calibrations: Sequence[Calibration]
-) -> tuple[float, float, float]:
-    """(low, high, level) around a predicted time or rate; wider when a rate is a datasheet value."""
-    unmeasured = any(_unmeasured(c) for c in calibrations)
-    low, high = _DATASHEET_TIME if unmeasured else _MEASURED_TIME
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a prediction rests on: the weakest part decides."""
+
+    basis: Basis
+    groups_measured: bool
+
+
+def band_around(name: str, value: float, quality: Quality) -> tuple[float, float, float]:
+    """(low, high, level) around a predicted time or rate."""
+    low, high = _TIME[quality.basis, name if name in ("ttft_s", "tpot_s") else "request"]
+    if not quality.groups_measured:
+        high *= _UNMEASURED_GROUP
     if name in _RATES:
         low, high = 1 / high, 1 / low
     return value * low, value * high, BAND_LEVEL
 
 
-def _unmeasured(calibration: Calibration) -> bool:
-    """True when the 16-bit compute rate or the memory bandwidth is a vendor's or assumed."""
+def quality_of(problem: PlacementProblem, estimator: str, stages: Sequence[tuple[InstanceType, int]]) -> Quality:
+    """The quality of predictions about (machine, tensor-parallel degree) stages."""
+    measured = all(degree == 1 or _group_measured(problem, machine, degree) for machine, degree in stages)
+    if estimator == "paper":
+        return Quality("paper", measured)
+    order: tuple[Basis, ...] = ("fitted", "rates", "datasheet")
+    weakest = max((_basis(problem.calibration(m.gpu.name)) for m, _ in stages), key=order.index)
+    return Quality(weakest, measured)
+
+
+def _basis(calibration: Calibration) -> Basis:
+    if calibration.gemms and calibration.prefill_attention is not None and calibration.decode_attention is not None:
+        return "fitted"
     compute = [calibration.compute_flops[d].source for d in ("bf16", "fp16") if d in calibration.compute_flops]
-    return bool({"datasheet", "assumed"} & {calibration.memory_bytes_per_s.source, *compute})
+    weak = {"datasheet", "assumed"} & {calibration.memory_bytes_per_s.source, *compute}
+    return "datasheet" if weak else "rates"
+
+
+def _group_measured(problem: PlacementProblem, machine: InstanceType, degree: int) -> bool:
+    return all_reduce_for(machine, degree, problem.calibration(machine.gpu.name)).curve is not None
 
 
 def describe_source(problem: PlacementProblem, estimator: str, stages: Sequence[tuple[InstanceType, int]]) -> str:
-    """What a prediction rests on: the estimator, each GPU's calibration, links that nobody measured."""
+    """What a prediction rests on: the estimator, each GPU's calibration, the engine, links that nobody measured."""
     parts = [f"estimator {estimator}"]
     machines = {machine.gpu.name: machine for machine, _ in stages}
     wanted = problem.model.base_dtype
     for name, machine in machines.items():
         calibration = problem.calibration(name)
         native = machine.gpu.runs_as(wanted) if estimator != "paper" else wanted
-        compute, memory = compute_rate(calibration, machine.gpu, native), calibration.memory_bytes_per_s
-        if calibration.measured_on is not None:
-            parts.append(f"{name} calibrated {calibration.measured_on:%Y-%m}")
-        elif compute.source == memory.source == "datasheet":
-            parts.append(f"{name} not calibrated, datasheet rates")
-        elif compute.source == memory.source:
-            parts.append(f"{name}: {compute.source} rates")
-        else:
-            parts.append(f"{name}: {native} compute {compute.source}, memory bandwidth {memory.source}")
+        parts.append(_calibration_source(problem, calibration, machine, estimator))
         if wanted != native:
             parts.append(f"{name} runs {wanted} as {native}")
-    groups = sorted({(machine, degree) for machine, degree in ((m.name, d) for m, d in stages) if degree > 1})
-    if groups:
-        parts.append("all-reduce never measured on " + ", ".join(f"{name} TP{degree}" for name, degree in groups))
+    if estimator != "paper":
+        parts.append(f"steps as {problem.step_overheads.engine}")
+    unmeasured = {(m.name, d) for m, d in stages if d > 1 and not _group_measured(problem, m, d)}
+    if unmeasured:
+        named = ", ".join(f"TP{degree} on {name}" for name, degree in sorted(unmeasured))
+        parts.append(f"{named} never measured")
     return "; ".join(parts)
+
+
+def _calibration_source(
+    problem: PlacementProblem, calibration: Calibration, machine: InstanceType, estimator: str
+) -> str:
+    name = calibration.gpu
+    if calibration.measured_on is not None:
+        return f"{name} calibrated {calibration.measured_on:%Y-%m}"
+    if estimator != "paper" and _basis(calibration) == "fitted":
+        return f"{name}: kernels fitted, {calibration.gemms[0].source}"
+    native = machine.gpu.runs_as(problem.model.base_dtype) if estimator != "paper" else problem.model.base_dtype
+    compute, memory = compute_rate(calibration, machine.gpu, native), calibration.memory_bytes_per_s
+    if compute.source == memory.source == "datasheet":
+        return f"{name} not calibrated, datasheet rates"
+    if compute.source == memory.source:
+        return f"{name}: {compute.source} rates"
+    return f"{name}: {native} compute {compute.source}, memory bandwidth {memory.source}"

@@ -1,42 +1,50 @@
-"""The default estimator: the paper's roofline with what it leaves out, over calibrated rates.
+"""The default estimator: fitted kernels, composed into engine steps, with overheads and the engine's memory.
 
 Where it departs from Table 2 and eqs. 1-6 of ShuntServe:
 
+- each operation takes the time of its kernel as fitted on the GPU (`hetplan.estimator.gemm`, `.attention`,
+  `.collectives`), not the larger of two ratios;
 - projections take n_heads * head_dim, not H; GQA, MLA and experts as the model has them;
 - attention in prefill is causal and stays within a sliding window; sparse attention sees the tokens that its
   indexer chooses, and pays for scoring all of them;
 - linear attention and Mamba-2 read and write a state of constant size in decode, and scan chunks in prefill;
 - a layer without attention, or without MLP, pays for what it has;
 - the LM head runs on the last token of each sequence, on the last stage; embedding and head weigh where they live;
-- collectives have a link per group size; a send takes the slower of both network cards;
-- norms, rotary, activation functions, KV writes, kernel and step overheads cost time;
+- a send takes the slower of both network cards;
+- norms, rotary, activation functions, KV writes and the engine's own work cost time;
 - the first token comes from prefill, so S_out tokens take S_out - 1 decode steps;
 - D_PP micro-batches are in flight, so that each stage works on a D_PP-th of the sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hetplan.catalog.calibration import Calibration
-from hetplan.catalog.dtypes import DTYPE_BITS, dtype_bytes
-from hetplan.catalog.hardware import InstanceType, Link
-from hetplan.catalog.model import Attention, LayerKind, Linear, ModelSpec
+from hetplan.catalog.dtypes import dtype_bytes
+from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.model import Attention, LayerKind, ModelSpec
+from hetplan.estimator.attention import decode_attention_seconds, prefill_attention_seconds
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array
-from hetplan.estimator.communication import all_gather_s, all_reduce_s, boundary_link, group_link, send_s
+from hetplan.estimator.communication import boundary_link, send_s
+from hetplan.estimator.kernels import GroupKernels
 from hetplan.estimator.memory import (
     MAX_NUM_SEQS,
-    compute_rate,
     engine_memory,
     kv_sequence_bytes,
     sampler_sequence_bytes,
 )
-from hetplan.estimator.operations import expected_experts
+from hetplan.estimator.recurrent import (
+    attended_entries,
+    attended_pairs,
+    chosen_pairs,
+    chunked_scan_s,
+    indexer_s,
+    state_update_s,
+)
 from hetplan.plan import Stage, StageMemory
 from hetplan.problem.placement import PlacementProblem
 
@@ -44,142 +52,127 @@ from hetplan.problem.placement import PlacementProblem
 _SMALL_KERNELS = 2
 # Elements moved per token by a norm with residual: the state, the residual and the result, twice each.
 _NORM_ELEMENTS = 6
-# Tokens of a chunk in the prefill of linear attention (the kernels of flash-linear-attention) and of Mamba-2
-# (chunk_size of Nemotron-H).
-_CHUNK_TOKENS = {"linear": 64, "mamba": 128}
 
 
 @dataclass(frozen=True, slots=True)
-class _Rates:
-    """What one GPU of a group does per second, and what each launch costs."""
+class StepWork:
+    """What an engine step works on, (N,) each: prompts of so many new tokens after so many cached ones, and
+    sequences that decode one token each after ``context`` cached ones. Counts may be fractions: shares of a step.
+    """
 
-    flops: float
-    attention_flops: float
-    index_flops: float
-    bytes_per_s: float
-    kernel_s: float
-    step_s: float
-    link: Link | None
+    prompts: FloatArray
+    prompt_tokens: FloatArray
+    prompt_context: FloatArray
+    sequences: FloatArray
+    context: FloatArray
+    prefills: bool
+    decodes: bool
+
+    @property
+    def tokens(self) -> FloatArray:
+        return self.prompts * self.prompt_tokens + self.sequences
+
+    @property
+    def sampled(self) -> FloatArray:
+        """Rows of hidden states that the LM head sees."""
+        return self.prompts + self.sequences
+
+
+def step_work(
+    *,
+    prompts: ArrayLike = 0.0,
+    prompt_tokens: ArrayLike = 0.0,
+    prompt_context: ArrayLike = 0.0,
+    sequences: ArrayLike = 0.0,
+    context: ArrayLike = 0.0,
+) -> StepWork:
+    """A `StepWork` of broadcast values."""
+    arrays = np.broadcast_arrays(*(
+        np.atleast_1d(np.asarray(value, dtype=np.float64))
+        for value in (prompts, prompt_tokens, prompt_context, sequences, context)
+    ))  # fmt: skip
+    new, each, cached, decoding, reach = arrays
+    prefills, decodes = bool(np.any(new * each > 0)), bool(np.any(decoding > 0))
+    return StepWork(new, each, cached, decoding, reach, prefills, decodes)
 
 
 class CalibratedEstimator(LayerwiseEstimator):
-    """Roofline per operation over calibrated rates, with overheads, micro-batches and the engine's memory."""
+    """Fitted kernels, overheads, micro-batches and the engine's memory."""
 
     name: ClassVar[str] = "calibrated"
     micro_batches: ClassVar[bool] = True
 
     def __init__(self, problem: PlacementProblem) -> None:
         super().__init__(problem)
-        self._rates: dict[tuple[str, str, int], _Rates] = {}
+        self._kernels: dict[tuple[str, str, int], GroupKernels] = {}
 
     # ---- one engine step, the unit that everything is made of
 
-    def _layer_step_s(
-        self,
-        model: ModelSpec,
-        kind: int,
-        machine: InstanceType,
-        degree: int,
-        tokens: FloatArray,
-        attention_s: FloatArray,
+    def layer_step_s(
+        self, model: ModelSpec, kind: int, machine: InstanceType, degree: int, work: StepWork
     ) -> FloatArray:
-        """(B,) seconds of one layer for ``tokens`` tokens in the step, with its attention already timed."""
-        layer = model.layer_kinds[kind]
-        rates = self._rates_of(model, machine, degree)
-        element = dtype_bytes(model.base_dtype)
-        seconds = attention_s
-        for group in _gemm_groups(layer):
-            seconds = seconds + _gemm_s(model, group, degree, tokens, rates, element)
+        """(N,) seconds of one layer of a kind in a step."""
+        layer, kernels = model.layer_kinds[kind], self.kernels(model, machine, degree)
+        tokens = work.tokens
+        seconds = kernels.linear_seconds(kind, tokens)
+        if layer.attention.kind != "none":
+            if work.prefills:
+                seconds = seconds + _prefill_attention_s(model, layer, work, kernels)
+            if work.decodes:
+                seconds = seconds + _decode_attention_s(model, layer, work, kernels)
         halves = (layer.attention.kind != "none") + layer.has_mlp
+        element = kernels.element_bytes
         moved = halves * _NORM_ELEMENTS * model.hidden_size * model.residual_streams * element
         moved += _mixed_bytes(model, layer, degree)
         moved += 1.5 * _activation_width(layer, degree) * element
-        seconds = seconds + tokens * moved / rates.bytes_per_s + halves * _SMALL_KERNELS * rates.kernel_s
-        if rates.link is not None:
-            seconds = seconds + halves * all_reduce_s(tokens * model.hidden_size * element, rates.link, degree)
+        seconds = seconds + tokens * (moved / kernels.bytes_per_s) + halves * _SMALL_KERNELS * kernels.kernel_s
+        if degree > 1:
+            seconds = seconds + halves * kernels.all_reduce_seconds(tokens * (model.hidden_size * element))
+        if work.prefills:
+            # Where prompts are in a step, kernels are launched one by one, and the host may be the slower.
+            floor = kernels.overheads.prefill_layer_s * (work.prompts > 0)
+            seconds = np.maximum(seconds, floor)
         return seconds
 
-    def _end_step_s(
+    def end_step_s(
         self,
         model: ModelSpec,
         machine: InstanceType,
         degree: int,
-        tokens: FloatArray,
-        sampled: FloatArray,
+        work: StepWork,
         *,
         first: bool,
         last: bool,
     ) -> FloatArray:
-        """(B,) seconds of a step beside the layers: engine, embedding, and head for ``sampled`` rows."""
-        rates = self._rates_of(model, machine, degree)
-        element = dtype_bytes(model.base_dtype)
-        seconds = np.full_like(tokens, rates.step_s)
-        row = model.hidden_size * element
+        """(N,) seconds of a step beside the layers: engine, embedding, and head."""
+        kernels = self.kernels(model, machine, degree)
+        overheads = kernels.overheads
+        tokens, sampled = work.tokens, work.sampled
+        seconds = np.full_like(tokens, overheads.step_s + overheads.rank_step_s * (degree - 1))
+        if work.prefills:
+            seconds = seconds + overheads.prefill_step_s * (work.prompts > 0)
+        row = model.hidden_size * kernels.element_bytes
         if first:
-            seconds = seconds + rates.kernel_s + 2 * tokens * row / rates.bytes_per_s
-            if rates.link is not None:
-                seconds = seconds + all_reduce_s(tokens * row, rates.link, degree)
+            seconds = seconds + kernels.kernel_s + tokens * (2 * row / kernels.bytes_per_s)
+            if degree > 1:
+                seconds = seconds + kernels.all_reduce_seconds(tokens * row)
         if last:
-            columns = -(-model.vocabulary_size // degree)
-            scanned = (columns * model.hidden_size + sampled * (model.hidden_size + columns)) * element
-            compute = 2 * sampled * columns * model.hidden_size / rates.attention_flops
-            seconds = seconds + np.maximum(compute, scanned / rates.bytes_per_s) + 2 * rates.kernel_s
-            seconds = seconds + _NORM_ELEMENTS * sampled * row / rates.bytes_per_s
-            if rates.link is not None:
-                seconds = seconds + all_gather_s(sampled * model.vocabulary_size * element, rates.link, degree)
+            seconds = seconds + kernels.head_seconds(sampled) + kernels.kernel_s
+            seconds = seconds + sampled * (_NORM_ELEMENTS * row / kernels.bytes_per_s)
+            if degree > 1:
+                gathered = sampled * (model.vocabulary_size * kernels.element_bytes)
+                seconds = seconds + kernels.all_gather_seconds(gathered)
         return seconds
 
-    def _prefill_attention_s(
-        self,
-        model: ModelSpec,
-        kind: int,
-        machine: InstanceType,
-        degree: int,
-        sequences: FloatArray,
-        tokens: float,
-        context: float,
+    def stage_step_s(
+        self, model: ModelSpec, machine: InstanceType, layers: tuple[int, int], degree: int, work: StepWork
     ) -> FloatArray:
-        """(B,) seconds of causal attention of ``tokens`` new tokens a sequence over ``context`` cached ones."""
-        attention = model.layer_kinds[kind].attention
-        rates = self._rates_of(model, machine, degree)
-        if attention.kind == "none":
-            return np.zeros_like(sequences)
-        if attention.keeps_state:
-            return _chunked_scan_s(model, attention, degree, sequences, tokens, rates)
-        heads = -(-attention.heads // degree)
-        widths = attention.head_dim + attention.value_head_dim
-        pairs = _chosen_pairs(attention, tokens, context)
-        new = 2 * heads * widths * tokens * dtype_bytes(model.base_dtype)
-        cached = (tokens + context) * attention.kv_elements_per_token(degree) * dtype_bytes(model.kv_dtype)
-        compute = sequences * 2 * heads * widths * pairs / rates.attention_flops
-        seconds = np.maximum(compute, sequences * (new + cached) / rates.bytes_per_s) + rates.kernel_s
-        if attention.index_heads is not None:
-            scored = _attended_pairs(tokens, context, None)
-            seconds = seconds + _indexer_s(attention, sequences, scored, tokens + context, rates)
-        return seconds
-
-    def _decode_attention_s(
-        self, model: ModelSpec, kind: int, machine: InstanceType, degree: int, sequences: FloatArray, context: float
-    ) -> FloatArray:
-        """(B,) seconds of one decode step's attention over ``context`` tokens a sequence."""
-        attention = model.layer_kinds[kind].attention
-        rates = self._rates_of(model, machine, degree)
-        if attention.kind == "none":
-            return np.zeros_like(sequences)
-        if attention.keeps_state:
-            return _state_update_s(model, attention, degree, sequences, rates)
-        heads = -(-attention.heads // degree)
-        if attention.kind == "mla":
-            widths = (attention.kv_latent_size or 0) + (attention.kv_lora_rank or 0)
-        else:
-            widths = attention.head_dim + attention.value_head_dim
-        attended = attention.attended_entries(context)
-        scanned = attended * attention.kv_elements_per_entry(degree) * dtype_bytes(model.kv_dtype)
-        scanned += heads * widths * dtype_bytes(model.base_dtype)
-        compute = sequences * 2 * heads * widths * attended / rates.attention_flops
-        seconds = np.maximum(compute, sequences * scanned / rates.bytes_per_s) + rates.kernel_s
-        if attention.index_heads is not None:
-            seconds = seconds + _indexer_s(attention, sequences, context, context, rates)
+        """(N,) seconds of a step in a stage, sends apart."""
+        first, last = layers[0] == 0, layers[1] == model.layer_count
+        seconds = self.end_step_s(model, machine, degree, work, first=first, last=last)
+        for kind, count in enumerate(model.kind_counts_in(*layers)):
+            if count > 0:
+                seconds = seconds + count * self.layer_step_s(model, kind, machine, degree, work)
         return seconds
 
     # ---- the protocol
@@ -196,13 +189,8 @@ class CalibratedEstimator(LayerwiseEstimator):
         output_tokens: float,
         phase: Phase,
     ) -> FloatArray:
-        where = (model, kind, instance_type, tensor_parallel)
-        if phase == "prefill":
-            attention = self._prefill_attention_s(*where, batch, input_tokens, 0.0)
-            return self._layer_step_s(*where, batch * input_tokens, attention)
-        steps = self.decode_steps(output_tokens)
-        attention = self._decode_attention_s(*where, batch, _mean_context(input_tokens, output_tokens))
-        return steps * self._layer_step_s(*where, batch, attention)
+        work, steps = self._phase_work(batch, input_tokens, output_tokens, phase)
+        return steps * self.layer_step_s(model, kind, instance_type, tensor_parallel, work)
 
     def end_seconds(
         self,
@@ -217,8 +205,17 @@ class CalibratedEstimator(LayerwiseEstimator):
         last: bool,
         phase: Phase,
     ) -> FloatArray:
-        tokens, steps = (batch * input_tokens, 1.0) if phase == "prefill" else (batch, self.decode_steps(output_tokens))
-        return steps * self._end_step_s(model, instance_type, tensor_parallel, tokens, batch, first=first, last=last)
+        work, steps = self._phase_work(batch, input_tokens, output_tokens, phase)
+        return steps * self.end_step_s(model, instance_type, tensor_parallel, work, first=first, last=last)
+
+    def _phase_work(
+        self, batch: FloatArray, input_tokens: float, output_tokens: float, phase: Phase
+    ) -> tuple[StepWork, float]:
+        """The step that a phase of a static batch repeats, and how often: decode steps at their mean context."""
+        if phase == "prefill":
+            return step_work(prompts=batch, prompt_tokens=input_tokens), 1.0
+        context = input_tokens + output_tokens / 2
+        return step_work(sequences=batch, context=context), self.decode_steps(output_tokens)
 
     def boundary_seconds(
         self,
@@ -233,11 +230,16 @@ class CalibratedEstimator(LayerwiseEstimator):
         phase: Phase,
     ) -> FloatArray:
         """The hidden states of a micro-batch over the slower of both ends' links, at each step."""
-        sequences = batch_array(batch)
+        work, steps = self._phase_work(batch_array(batch), input_tokens, output_tokens, phase)
+        return steps * self.send_step_s(model, sender, receiver, work, same_node=same_node)
+
+    def send_step_s(
+        self, model: ModelSpec, sender: InstanceType, receiver: InstanceType, work: StepWork, *, same_node: bool
+    ) -> FloatArray:
+        """(N,) seconds of sending a step's hidden states to the next stage."""
         link = boundary_link(sender, receiver, same_node=same_node)
-        tokens, steps = (input_tokens, 1.0) if phase == "prefill" else (1.0, self.decode_steps(output_tokens))
-        message = sequences * tokens * model.hidden_size * model.residual_streams * dtype_bytes(model.base_dtype)
-        return np.asarray(steps * send_s(message, link))
+        row = model.hidden_size * model.residual_streams * dtype_bytes(model.base_dtype)
+        return send_s(work.tokens * row, link)
 
     def step_seconds(
         self,
@@ -250,24 +252,16 @@ class CalibratedEstimator(LayerwiseEstimator):
         decode_context: float,
     ) -> float:
         """One mixed iteration: every GEMM runs once over all tokens, attention runs per kind of work."""
-        machine, degree = self.machine(stage), stage.tensor_parallel
-        tokens = np.array([prefill_tokens + decode_sequences], dtype=np.float64)
-        if tokens[0] <= 0:
+        if prefill_tokens + decode_sequences <= 0:
             return 0.0
-        sampled = np.array([decode_sequences + (1.0 if prefill_tokens > 0 else 0.0)])
-        first, last = stage.layers[0] == 0, stage.layers[1] == model.layer_count
-        total = self._end_step_s(model, machine, degree, tokens, sampled, first=first, last=last)
-        for kind, count in enumerate(model.kind_counts_in(*stage.layers)):
-            if count == 0:
-                continue
-            where = (model, kind, machine, degree)
-            attention = np.zeros(1)
-            if prefill_tokens > 0:
-                attention = attention + self._prefill_attention_s(*where, np.ones(1), prefill_tokens, prefill_context)
-            if decode_sequences > 0:
-                attention = attention + self._decode_attention_s(*where, np.array([decode_sequences]), decode_context)
-            total = total + count * self._layer_step_s(*where, tokens, attention)
-        return float(total[0])
+        work = step_work(
+            prompts=1.0 if prefill_tokens > 0 else 0.0,
+            prompt_tokens=prefill_tokens,
+            prompt_context=prefill_context,
+            sequences=decode_sequences,
+            context=decode_context,
+        )
+        return float(self.stage_step_s(model, self.machine(stage), stage.layers, stage.tensor_parallel, work)[0])
 
     def stage_memory(
         self,
@@ -306,46 +300,75 @@ class CalibratedEstimator(LayerwiseEstimator):
         """The engine's max_num_seqs, which the plan sets."""
         return self.problem.max_num_seqs or MAX_NUM_SEQS
 
-    def _rates_of(self, model: ModelSpec, machine: InstanceType, degree: int) -> _Rates:
-        key = (machine.name, f"{model.compute_dtype}/{model.base_dtype}", degree)
-        if key not in self._rates:
-            calibration: Calibration = self.problem.calibration(machine.gpu.name)
-            gpu = machine.gpu
-            self._rates[key] = _Rates(
-                flops=compute_rate(calibration, gpu, gpu.runs_as(model.compute_dtype)).value,
-                attention_flops=compute_rate(calibration, gpu, gpu.runs_as(model.base_dtype)).value,
-                index_flops=compute_rate(calibration, gpu, gpu.runs_as("fp8")).value,
-                bytes_per_s=calibration.memory_bytes_per_s.value,
-                kernel_s=calibration.kernel_s.value,
-                step_s=calibration.step_s.value,
-                link=group_link(machine, degree, calibration) if degree > 1 else None,
-            )
-        return self._rates[key]
+    def kernels(self, model: ModelSpec, machine: InstanceType, degree: int) -> GroupKernels:
+        """The kernels of a group, bound once."""
+        key = (machine.name, model.name, degree)
+        known = self._kernels.get(key)
+        if known is None or known.model is not model:
+            calibration = self.problem.calibration(machine.gpu.name)
+            known = GroupKernels(model, machine, degree, calibration, self.problem.step_overheads)
+            self._kernels[key] = known
+        return known
 
 
-def _gemm_groups(layer: LayerKind) -> Iterator[list[Linear]]:
-    """The matrices of a layer as the GEMMs that run: fused ones together."""
-    groups: dict[str, list[Linear]] = {}
-    for matrix in layer.linears:
-        groups.setdefault(matrix.fused or matrix.name, []).append(matrix)
-    yield from groups.values()
+def _prefill_attention_s(model: ModelSpec, layer: LayerKind, work: StepWork, kernels: GroupKernels) -> FloatArray:
+    """(N,) seconds of causal attention of the prompts' new tokens over their cached ones and themselves."""
+    attention, degree = layer.attention, kernels.degree
+    if attention.keeps_state:
+        return chunked_scan_s(model, attention, work.prompts, work.prompt_tokens, kernels)
+    kv_heads = attention.heads if attention.kind == "mla" else attention.kv_heads
+    seconds = prefill_attention_seconds(
+        kernels.prefill_attention,
+        sequences=work.prompts,
+        tokens=work.prompt_tokens,
+        context=_reach(attention, work.prompt_tokens + work.prompt_context),
+        heads=-(-attention.heads // degree),
+        kv_heads=max(1, -(-kv_heads // degree)),
+        head_dim=attention.head_dim,
+        value_head_dim=attention.value_head_dim,
+        pairs=chosen_pairs(attention, work.prompt_tokens, work.prompt_context),
+        kv_element_bytes=kernels.kv_element_bytes,
+        element_bytes=kernels.element_bytes,
+    )
+    if attention.index_heads is not None:
+        scored = attended_pairs(work.prompt_tokens, work.prompt_context, None)
+        kept = work.prompt_tokens + work.prompt_context
+        seconds = seconds + indexer_s(attention, work.prompts, scored, kept, kernels)
+    return seconds
 
 
-def _gemm_s(
-    model: ModelSpec, group: list[Linear], degree: int, tokens: FloatArray, rates: _Rates, element: float
-) -> FloatArray:
-    """(B,) seconds of one GEMM over ``tokens`` rows; experts take the rows routed to them."""
-    head = group[0]
-    shapes = [matrix.shape(degree) for matrix in group]
-    inputs, outputs = shapes[0][0], sum(columns for _, columns in shapes)
-    weights = sum(m.weight_bytes(degree, model.base_dtype, model.quantization) for m in group) / head.experts
-    touched = expected_experts(head.experts, head.active_experts, tokens)
-    scanned = touched * weights + tokens * head.active_experts * (inputs + outputs) * element
-    # Matrices left unquantised, such as routers, multiply in the base type.
-    quantized = head.quantized and model.quantization is not None
-    flops = rates.flops if quantized or DTYPE_BITS[model.compute_dtype] >= 16 else rates.attention_flops
-    compute = 2 * tokens * head.active_experts * inputs * outputs / flops
-    return np.maximum(compute, scanned / rates.bytes_per_s)
+def _reach(attention: Attention, tokens: FloatArray) -> FloatArray:
+    """Tokens that the last of ``tokens`` attends to."""
+    return tokens if attention.window_tokens is None else np.minimum(tokens, float(attention.window_tokens))
+
+
+def _decode_attention_s(model: ModelSpec, layer: LayerKind, work: StepWork, kernels: GroupKernels) -> FloatArray:
+    """(N,) seconds of one decode step's attention."""
+    attention, degree = layer.attention, kernels.degree
+    if attention.keeps_state:
+        return state_update_s(model, attention, work.sequences, kernels)
+    heads = -(-attention.heads // degree)
+    attended = attended_entries(attention, work.context)
+    if attention.kind == "mla":
+        # Absorbed into the query: every head reads the one latent, whose first part is the value.
+        kv_heads, head_dim, value_dim = 1, attention.kv_latent_size or 0, attention.kv_lora_rank or 0
+    else:
+        kv_heads = max(1, -(-attention.kv_heads // degree))
+        head_dim, value_dim = attention.head_dim, attention.value_head_dim
+    seconds = decode_attention_seconds(
+        kernels.decode_attention,
+        sequences=work.sequences,
+        context=attended,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_head_dim=value_dim,
+        kv_bytes=attention.kv_elements_per_entry(degree) * kernels.kv_element_bytes,
+        kv_element_bytes=kernels.kv_element_bytes,
+    )
+    if attention.index_heads is not None:
+        seconds = seconds + indexer_s(attention, work.sequences, work.context, work.context, kernels)
+    return seconds
 
 
 def _activation_width(layer: LayerKind, degree: int) -> int:
@@ -370,78 +393,3 @@ def _mixed_bytes(model: ModelSpec, layer: LayerKind, degree: int) -> float:
     kv_elements = attention.kv_elements_per_token(degree)
     written = kv_elements * dtype_bytes(model.kv_dtype) + attention.index_bytes_per_token
     return 2 * (heads * attention.head_dim + kv_elements) * element + written
-
-
-def _state_update_s(
-    model: ModelSpec, attention: Attention, degree: int, sequences: FloatArray, rates: _Rates
-) -> FloatArray:
-    """(B,) seconds of one decode step of linear attention or Mamba-2: the whole state is read and written.
-
-    Multiply-adds per element of the state: decay and outer product, and the product with the query; the delta
-    rule also takes the product with the key away first.
-    """
-    products = 3 if attention.kind == "linear" else 2
-    elements = -(-attention.heads // degree) * attention.head_dim * attention.value_head_dim
-    moved = 2 * attention.state_bytes_per_sequence(degree, model.base_dtype)
-    compute = sequences * 2 * products * elements / rates.attention_flops
-    return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
-
-
-def _chunked_scan_s(
-    model: ModelSpec, attention: Attention, degree: int, sequences: FloatArray, tokens: float, rates: _Rates
-) -> FloatArray:
-    """(B,) seconds of linear attention or Mamba-2 over ``tokens`` new tokens a sequence.
-
-    With chunks of C tokens, keys of d_k and values of d_v elements, each token and head takes 2 C (d_k + d_v)
-    FLOPs within its chunk and 4 d_k d_v with the state (Dao & Gu, "Transformers are SSMs", 2024, section 6). The
-    delta rule's triangular system adds 2 C (2 d_k + d_v) and 2 d_k d_v (Yang et al., "Parallelizing Linear
-    Transformers with the Delta Rule over Sequence Length", 2024). Each chunk's state is written and read.
-    """
-    chunk = _CHUNK_TOKENS[attention.kind]
-    key, value = attention.head_dim, attention.value_head_dim
-    heads, groups = -(-attention.heads // degree), max(1, -(-attention.kv_heads // degree))
-    flops = 2 * chunk * (key + value) + 4 * key * value
-    if attention.kind == "linear":
-        flops += 2 * chunk * (2 * key + value) + 2 * key * value
-    chunks = -(-tokens // chunk)
-    moved = tokens * 2 * (heads * value + groups * key) * dtype_bytes(model.base_dtype)
-    moved += 2 * chunks * attention.state_bytes_per_sequence(degree, model.base_dtype)
-    compute = sequences * tokens * heads * flops / rates.attention_flops
-    return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
-
-
-def _indexer_s(attention: Attention, sequences: FloatArray, pairs: float, tokens: float, rates: _Rates) -> FloatArray:
-    """(B,) seconds of scoring ``pairs`` of queries and index keys, of ``tokens`` kept tokens a sequence."""
-    heads, size = attention.index_heads or 0, attention.index_head_dim or 0
-    # A compressed layer has one key for several tokens; its bytes are per token already.
-    tokens_per_key = attention.compression_tokens or 1
-    # Keys of 8 bits are multiplied in 8 bits, each with its scale.
-    narrow = attention.index_bytes_per_token * tokens_per_key < 2 * size
-    flops = rates.index_flops if narrow else rates.attention_flops
-    compute = sequences * 2 * heads * size * pairs / tokens_per_key / flops
-    moved = tokens * attention.index_bytes_per_token
-    return np.maximum(compute, sequences * moved / rates.bytes_per_s) + rates.kernel_s
-
-
-def _chosen_pairs(attention: Attention, tokens: float, context: float) -> float:
-    """Query-key pairs of causal attention within the window, beyond it where compressed, and of the top k only."""
-    limits = [n for n in (attention.window_tokens, attention.top_k_tokens) if n is not None]
-    ratio = attention.compression_tokens
-    if ratio is None:
-        return _attended_pairs(tokens, context, min(limits, default=None))
-    near = _attended_pairs(tokens, context, attention.window_tokens)
-    far = None if attention.top_k_tokens is None else attention.top_k_tokens * ratio
-    return near + _attended_pairs(tokens, context, far) / ratio
-
-
-def _attended_pairs(tokens: float, context: float, window: int | None) -> float:
-    """Query-key pairs of causal attention: new tokens see the cached ones and themselves, within the window."""
-    if window is None or tokens + context <= window:
-        return tokens * context + tokens * (tokens + 1) / 2
-    growing = max(0.0, window - context)
-    return growing * context + growing * (growing + 1) / 2 + (tokens - growing) * window
-
-
-def _mean_context(input_tokens: float, output_tokens: float) -> float:
-    """Mean tokens attended over the decode steps t = 1..S_out - 1, each over S_in + t tokens."""
-    return input_tokens + output_tokens / 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hetplan.catalog.calibration import Calibration, collective_for
+from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.hardware import InstanceType, Link
+from hetplan.catalog.kernels import AllReduceCurve
+from hetplan.estimator.collectives import curve_seconds
 
 FloatArray = NDArray[np.float64]
 
@@ -56,12 +60,51 @@ def send_s(message_bytes: ArrayLike, link: Link) -> FloatArray:
     return np.asarray(link.latency_s + np.asarray(message_bytes, dtype=np.float64) / link.bytes_per_s, dtype=np.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """The all-reduce of a group: its measured curve where there is one, and the alpha-beta link."""
+
+    degree: int
+    link: Link
+    curve: AllReduceCurve | None
+
+    def seconds(self, message_bytes: FloatArray) -> FloatArray:
+        """(B,) seconds for (B,) bytes of one rank before the collective."""
+        if self.curve is None:
+            return all_reduce_s(message_bytes, self.link, self.degree)
+        return curve_seconds(self.curve, message_bytes)
+
+
+def all_reduce_for(instance_type: InstanceType, tensor_parallel: int, calibration: Calibration) -> AllReduce:
+    """The all-reduce of a group: measured on this host, or on any host of the GPU, else what the host's link says."""
+    link = instance_type.group_link(tensor_parallel)
+    fits = [c for c in calibration.all_reduces if c.tensor_parallel == tensor_parallel]
+    for host in (instance_type.name, None):
+        for curve in fits:
+            if curve.host == host:
+                return AllReduce(tensor_parallel, curve_link(curve), curve)
+    # A group that is smaller than the row of its link has no curve of its own.
+    own = (
+        link.all_reduce if link.all_reduce is not None and link.all_reduce.tensor_parallel == tensor_parallel else None
+    )
+    return AllReduce(tensor_parallel, link, own)
+
+
+def curve_link(curve: AllReduceCurve) -> Link:
+    """The alpha-beta of a ring that meets a curve at its smallest and its largest message."""
+    steps = 2 * (curve.tensor_parallel - 1)
+    latency = curve.seconds[0] / steps
+    left = max(curve.seconds[-1] - curve.seconds[0], 1e-3 * curve.seconds[-1])
+    return Link(
+        latency_s=latency,
+        bytes_per_s=steps * curve.bytes[-1] / curve.tensor_parallel / left,
+        source=f"{curve.source}: {curve.reference}",
+    )
+
+
 def group_link(instance_type: InstanceType, tensor_parallel: int, calibration: Calibration) -> Link:
-    """The link of a tensor-parallel group: measured on this very host where the calibration has it, else the host's."""
-    fit = collective_for(calibration, instance_type.name, tensor_parallel)
-    if fit is not None:
-        return Link(latency_s=fit.latency_s, bytes_per_s=fit.bytes_per_s, source=f"{fit.source}: {fit.reference}")
-    return instance_type.group_link(tensor_parallel)
+    """The alpha-beta link of a tensor-parallel group, measured on this very host where the calibration has it."""
+    return all_reduce_for(instance_type, tensor_parallel, calibration).link
 
 
 def boundary_link(sender: InstanceType, receiver: InstanceType, *, same_node: bool) -> Link:

@@ -1,9 +1,8 @@
-"""What one GPU of a stage holds besides the KV cache, as vLLM accounts for it, and the rates that calibrations give."""
+"""What one GPU of a stage holds besides the KV cache, as vLLM accounts for it."""
 
 from __future__ import annotations
 
-from hetplan.catalog.calibration import Calibration, Quantity
-from hetplan.catalog.dtypes import DTYPE_BITS, Dtype, dtype_bytes
+from hetplan.catalog.dtypes import dtype_bytes
 from hetplan.catalog.engines import engine_defaults
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
@@ -25,6 +24,10 @@ _NON_TORCH_GROUP_BYTES = int(0.42 * GIB)
 # 128,256, 151,936 and 201,088 at 1,024 sequences, beside 1.4 hidden states per token of the step.
 _SAMPLER_BYTES = 38.2
 _HIDDEN_COPIES = 1.4
+
+# MXFP4 experts are laid out in tiles of so many inputs: the same logs show 13.47 and 64.38 GiB for gpt-oss 20b and
+# 120b, whose 2,880 inputs are stored as 3,072 (13.45 and 64.55 GiB).
+_MXFP4_INPUTS = 256
 
 # Most sequences that a plan keeps in flight unless told otherwise: vLLM's largest default.
 MAX_NUM_SEQS = 1024
@@ -59,7 +62,8 @@ def engine_memory(
     gpu = instance_type.gpu
     defaults = engine_defaults(gpu)
     kinds = range(len(model.layer_kinds))
-    weights = sum_over_layers(model, layers, [model.layer_weight_bytes(k, tensor_parallel) for k in kinds])
+    held = [model.layer_weight_bytes(k, tensor_parallel) + _padding_bytes(model, k, tensor_parallel) for k in kinds]
+    weights = sum_over_layers(model, layers, held)
     if first:
         weights += model.embedding_bytes(tensor_parallel)
     if last:
@@ -77,6 +81,20 @@ def engine_memory(
         activation_bytes=int(peak),
         other_bytes=_NON_TORCH_BYTES + (_NON_TORCH_GROUP_BYTES if tensor_parallel > 1 else 0),
     )
+
+
+def _padding_bytes(model: ModelSpec, kind: int, tensor_parallel: int) -> int:
+    """Bytes that the engine adds to a layer's weights so that its kernels' tiles divide them."""
+    stored = model.quantization
+    if stored is None or stored.method != "mxfp4":
+        return 0
+    added = 0
+    for matrix in model.layer_kinds[kind].linears:
+        if matrix.quantized:
+            inputs, outputs = matrix.shape(tensor_parallel)
+            padded = -(-inputs // _MXFP4_INPUTS) * _MXFP4_INPUTS
+            added += matrix.experts * (stored.matrix_bytes(padded, outputs) - stored.matrix_bytes(inputs, outputs))
+    return added
 
 
 def sampler_sequence_bytes(problem: PlacementProblem, model: ModelSpec, gpu: GpuSpec) -> float:
@@ -108,28 +126,3 @@ def kv_sequence_bytes(model: ModelSpec, layers: tuple[int, int], tensor_parallel
     kinds = range(len(model.layer_kinds))
     per_kind = [model.layer_kv_bytes_per_sequence(k, tokens, tensor_parallel) for k in kinds]
     return sum_over_layers(model, layers, per_kind)
-
-
-def compute_rate(calibration: Calibration, gpu: GpuSpec, dtype: Dtype) -> Quantity:
-    """Effective FLOP/s of a GPU in a type: calibrated, or the 16-bit rate scaled by the datasheet's ratio.
-
-    A type that the calibration lacks takes the other 16-bit type's rate, or that rate times the ratio of
-    the datasheet's peaks; the source then says so.
-    """
-    if dtype in calibration.compute_flops:
-        return calibration.compute_flops[dtype]
-    for base in ("bf16", "fp16"):
-        known = calibration.compute_flops.get(base)
-        if known is None:
-            continue
-        if DTYPE_BITS[dtype] == DTYPE_BITS[base]:
-            return known
-        peak, base_peak = gpu.dense_flops.get(dtype), gpu.dense_flops.get(base)
-        if peak is not None and base_peak is not None:
-            return Quantity(
-                value=known.value * peak / base_peak,
-                source=known.source if known.source == "datasheet" else "assumed",
-                reference=f"{base} rate ({known.reference}) x datasheet ratio of {dtype} to {base}",
-            )
-        return known
-    return next(iter(calibration.compute_flops.values()))

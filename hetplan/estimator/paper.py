@@ -24,8 +24,8 @@ from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array, sum_over_layers
 from hetplan.estimator.communication import all_reduce_s, group_link, send_s
-from hetplan.estimator.memory import compute_rate
 from hetplan.estimator.operations import FeedForward, Work, decode_work, feed_forwards, logits_work, prefill_work
+from hetplan.estimator.rates import compute_rate
 from hetplan.plan import Stage, StageMemory
 from hetplan.problem.placement import PlacementProblem
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hetplan.catalog.hardware import InstanceType
-from hetplan.estimator.bands import band_around, describe_source
+from hetplan.estimator.bands import Quality, band_around, describe_source, quality_of
 from hetplan.estimator.base import PHASES, Estimator, FloatArray, batch_array
 from hetplan.plan import PipelinePredictions, Prediction, StageMemory
 from hetplan.problem.placement import PlacementProblem
@@ -198,15 +198,11 @@ def predictions_at(
         "latency_s": float(rates.latency_s[0]),
     }
     values["output_tokens_per_s"] = values["requests_per_s"] * output_tokens
-    source = describe_source(problem, estimator.name, [(s.machine, s.tensor_parallel) for s in stages])
-    return PipelinePredictions(
-        **{name: _with_band(problem, estimator, stages, name, value, source) for name, value in values.items()}
-    )
+    shapes = [(stage.machine, stage.tensor_parallel) for stage in stages]
+    source, quality = describe_source(problem, estimator.name, shapes), quality_of(problem, estimator.name, shapes)
+    return PipelinePredictions(**{name: _with_band(name, value, quality, source) for name, value in values.items()})
 
 
-def _with_band(
-    problem: PlacementProblem, estimator: Estimator, stages: Sequence[StageShape], name: str, value: float, source: str
-) -> Prediction:
-    calibrations = [problem.calibration(stage.machine.gpu.name) for stage in stages]
-    low, high, level = band_around(name, value, estimator.name, calibrations)
+def _with_band(name: str, value: float, quality: Quality, source: str) -> Prediction:
+    low, high, level = band_around(name, value, quality)
     return Prediction(value=value, low=low, high=high, level=level, source=source)

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from hetplan.base import Frozen
-from hetplan.catalog.calibration import Calibration
-from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.model import ModelSpec
-from hetplan.catalog.offers import Cluster, Offer, Pool
-from hetplan.errors import InfeasibleError, InvalidInputError, Reason, UnsupportedFeatureError
-from hetplan.estimator.bands import band_around, describe_source
-from hetplan.estimator.base import Estimator, make_estimator
+from hetplan.errors import InfeasibleError, InvalidInputError, Reason
+from hetplan.estimator.bands import band_around
+from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.estimator.pipeline import (
     StageShape,
-    even_layers,
     micro_batch,
-    pipeline_times,
     predictions_at,
     sequence_bytes,
     sequences_that_fit,
     stage_memories,
 )
+from hetplan.estimator.replica import Replica
 from hetplan.plan import Pipeline, PipelinePredictions, Plan
-from hetplan.problem.placement import EstimatorName, PlacementProblem
+from hetplan.problem.placement import PlacementProblem
 from hetplan.units import GIB, SECONDS_PER_HOUR, format_bytes
 from hetplan.workload.requests import Workload
 
-Schedule = Literal["static", "in_flight", "closed_loop"]
-
 
 class ReplicaPrediction(Frozen):
-    """One replica running a static batch.
+    """One replica under a schedule.
 
     Attributes
     ----------
     ttft_s, latency_s : float
-        Seconds to the first and to the last token of the batch.
+        Seconds to the first and to the last token of a request.
     tpot_s : float
-        Seconds per output token without the first.
+        Seconds per output token without the first; unless the batch is static, others' prefill is in it.
     tpot_including_first_s : float
         ``latency_s`` over all output tokens.
     output_tokens_per_s : float
-        Of the whole batch.
+        Of the whole replica.
     max_batch : int
         Sequences that fit the KV cache; a larger batch would queue.
     band : dict of str to (low, high, level)
@@ -72,95 +67,62 @@ class PlanEstimate(Frozen):
     pipelines: tuple[PipelinePredictions, ...]
 
 
-def predict_replica(
-    model: ModelSpec,
-    machine: InstanceType,
-    calibration: Calibration,
-    *,
-    gpu: str,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    batch: int,
-    input_tokens: float,
-    output_tokens: float,
-    schedule: Schedule,
-    engine: str | None,
-    estimator: EstimatorName,
-    gpu_memory_utilization: float,
-) -> ReplicaPrediction:
+def predict_replica(replica: Replica, *, batch: float, input_tokens: float, output_tokens: float) -> ReplicaPrediction:
     """See `hetplan.predict`."""
-    _check_replica(model, machine, tensor_parallel, pipeline_parallel, batch, schedule, engine)
-    groups = machine.gpu_count // tensor_parallel
-    nodes = -(-pipeline_parallel // groups)
-    offer = Offer(
-        instance_type=machine.name, provider=machine.provider, region="here", market="owned", source="asked for"
-    )
-    problem = PlacementProblem(
-        model=model,
-        cluster=Cluster(instance_types=(machine,), pools=(Pool(offer=offer, count=nodes),)),
-        workload=Workload(input_tokens=input_tokens, output_tokens=output_tokens),
-        estimator=estimator,
-        calibrations=(calibration,),
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
-    stages, start = [], 0
-    for number, size in enumerate(even_layers(model.layer_count, pipeline_parallel)):
-        stages.append(StageShape((start, start + size), machine, tensor_parallel, number // groups))
-        start += size
-    chosen = make_estimator(problem)
-    fits = _sequences_or_shortfall(problem, chosen, stages)
-    times = pipeline_times(problem, chosen, stages, batch)
-    ttft, decode = float(times.prefill.sum()), float(times.decode.sum())
-    steps = chosen.decode_steps(output_tokens)
-    values = {
-        "ttft_s": ttft,
-        "tpot_s": decode / steps if steps > 0 else 0.0,
-        "latency_s": ttft + decode,
-        "output_tokens_per_s": batch * output_tokens / (ttft + decode),
-    }
-    source = describe_source(problem, estimator, [(machine, tensor_parallel)]) + f"; host {machine.name}"
+    _check_load(replica.problem.model, batch, input_tokens, output_tokens)
+    load = (np.array([float(batch)]), np.array([float(input_tokens)]), np.array([float(output_tokens)]))
+    tokens = load[1] + load[2]
+    fits = int(replica.sequences_that_fit(tokens)[0])
+    if fits < 1:
+        raise _shortfall(replica.problem, replica.estimator, replica.stages, float(tokens[0]))
+    times = replica.times(*load)
+    values = {name: float(getattr(times, name)[0]) for name in ("ttft_s", "tpot_s", "latency_s", "output_tokens_per_s")}
+    source = replica.source
     if batch > fits:
-        source += f"; {batch} sequences exceed the KV cache, which holds {fits}"
+        source += f"; {batch:g} sequences exceed the KV cache, which holds {fits}"
     return ReplicaPrediction(
         **values,
-        tpot_including_first_s=(ttft + decode) / output_tokens,
+        tpot_including_first_s=values["latency_s"] / output_tokens,
         max_batch=fits,
-        band={name: band_around(name, value, estimator, [calibration]) for name, value in values.items()},
+        band={name: band_around(name, value, replica.quality) for name, value in values.items()},
         source=source,
     )
 
 
-def _check_replica(
-    model: ModelSpec, machine: InstanceType, degree: int, stages: int, batch: int, schedule: str, engine: str | None
-) -> None:
-    if schedule not in ("static", "in_flight", "closed_loop"):
-        raise InvalidInputError(f"schedule is 'static', 'in_flight' or 'closed_loop', got {schedule!r}")
-    if schedule != "static":
-        raise UnsupportedFeatureError(f"schedule={schedule!r} is not answered yet; use 'static'")
-    if engine is not None:
-        raise UnsupportedFeatureError(f"engine={engine!r}: engine-specific models are not there yet; use engine=None")
-    for name, count in (("batch", batch), ("tensor_parallel", degree), ("pipeline_parallel", stages)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InvalidInputError(f"{name}={count!r}: a whole number from 1 is needed")
-    if degree > machine.gpu_count or degree < 1:
+def predict_replicas(
+    replica: Replica, batch: FloatArray, input_tokens: FloatArray, output_tokens: FloatArray
+) -> dict[str, FloatArray]:
+    """See `hetplan.predict_many`: a column for each figure, its band beside it; NaN where a load does not fit."""
+    fits = replica.sequences_that_fit(input_tokens + output_tokens)
+    times = replica.times(batch, input_tokens, output_tokens)
+    columns: dict[str, FloatArray] = {"max_batch": fits}
+    for name in ("ttft_s", "tpot_s", "latency_s", "output_tokens_per_s"):
+        value = np.where(fits >= 1, getattr(times, name), np.nan)
+        low, high, _ = band_around(name, 1.0, replica.quality)
+        columns |= {name: value, f"{name}_low": value * low, f"{name}_high": value * high}
+    return columns
+
+
+def _check_load(model: ModelSpec, batch: float, input_tokens: float, output_tokens: float) -> None:
+    for name, value in (("batch", batch), ("input_tokens", input_tokens), ("output_tokens", output_tokens)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise InvalidInputError(f"{name}={value!r}: a positive number is needed")
+    if batch < 1:
+        raise InvalidInputError(f"batch={batch!r}: at least one sequence is needed")
+    if input_tokens + output_tokens > model.max_position_tokens:
         raise InvalidInputError(
-            f"tensor_parallel={degree}: {machine.name} has {machine.gpu_count} GPUs, "
-            "and a group stays inside one machine"
+            f"{model.name} handles {model.max_position_tokens:,} tokens; the request has "
+            f"{input_tokens + output_tokens:,.0f}. Lower input_tokens or output_tokens"
         )
-    valid = model.valid_tensor_parallel(machine.gpu_count)
-    if degree not in valid:
-        raise InvalidInputError(f"tensor_parallel={degree} does not divide the heads of {model.name}; valid: {valid}")
-    if not 1 <= stages <= model.layer_count:
-        raise InvalidInputError(f"pipeline_parallel is 1 to {model.layer_count} (the layers), got {stages}")
 
 
-def _sequences_or_shortfall(problem: PlacementProblem, estimator: Estimator, stages: list[StageShape]) -> int:
-    """Sequences that fit; raises with the shortfall when not even one does."""
-    fits = sequences_that_fit(problem, estimator, stages)
-    if fits > 0:
-        return fits
-    worst_short, said = 0.0, ""
-    longest = sequence_bytes(problem, estimator, stages, float(problem.longest_request_tokens))
+def _shortfall(
+    problem: PlacementProblem, estimator: Estimator, stages: Sequence[StageShape], tokens: float
+) -> InfeasibleError:
+    """Why not even one sequence of so many tokens fits."""
+    worst_short, said = -math.inf, ""
+    reasons = []
+    longest = sequence_bytes(problem, estimator, stages, tokens)
     for stage, memory, one in zip(stages, stage_memories(problem, estimator, stages), longest, strict=True):
         needed = memory.weight_bytes + memory.activation_bytes + memory.other_bytes + one
         if needed - memory.usable_bytes > worst_short:
@@ -169,11 +131,19 @@ def _sequences_or_shortfall(problem: PlacementProblem, estimator: Estimator, sta
                 f"{problem.model.name} needs {format_bytes(needed)} on each {stage.machine.gpu.name} at "
                 f"TP{stage.tensor_parallel} ({format_bytes(memory.weight_bytes)} weights, "
                 f"{format_bytes(memory.activation_bytes)} activations, {format_bytes(one)} KV cache for one request of "
-                f"{problem.longest_request_tokens:,} tokens); {format_bytes(memory.usable_bytes)} are usable: "
+                f"{tokens:,.0f} tokens); {format_bytes(memory.usable_bytes)} are usable: "
                 f"{format_bytes(worst_short)} short. Use more GPUs or weight_dtype='fp8'"
             )
-            reason = Reason("memory", problem.model.name, needed / GIB, memory.usable_bytes / GIB, "GiB")
-    raise InfeasibleError(said, [reason])
+            reasons = [Reason("memory", problem.model.name, needed / GIB, memory.usable_bytes / GIB, "GiB")]
+    return InfeasibleError(said, reasons)
+
+
+def _sequences_or_shortfall(problem: PlacementProblem, estimator: Estimator, stages: list[StageShape]) -> int:
+    """Sequences that fit; raises with the shortfall when not even one does."""
+    fits = sequences_that_fit(problem, estimator, stages)
+    if fits > 0:
+        return fits
+    raise _shortfall(problem, estimator, stages, float(problem.longest_request_tokens))
 
 
 def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:

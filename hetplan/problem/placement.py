@@ -11,6 +11,7 @@ from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.engines import EngineProfile, get_engine
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster
+from hetplan.catalog.steps import DEFAULT_STEP_ENGINE, StepOverheads, get_step_overheads
 from hetplan.errors import UnsupportedFeatureError
 from hetplan.workload.requests import Slo, Workload
 
@@ -43,6 +44,9 @@ class PlacementProblem(Frozen):
         Most tokens in one engine step; None takes vLLM's default for the GPU.
     calibrations : tuple of Calibration
         One for each GPU of the cluster.
+    step_overheads : StepOverheads
+        What an engine step costs beside its kernels; by default the engine's, or vLLM's without one. A calibration
+        that was timed with the same engine goes before it.
     """
 
     kind: Literal["placement"] = "placement"
@@ -60,11 +64,12 @@ class PlacementProblem(Frozen):
     max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
     calibrations: tuple[Calibration, ...]
     calibration_sha256: dict[str, str] = Field(default_factory=dict)
+    step_overheads: StepOverheads = Field(default_factory=lambda: get_step_overheads(DEFAULT_STEP_ENGINE))
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """An engine's name becomes its profile, and calibrations without digests get them."""
+        """An engine's name becomes its profile, calibrations without digests get them, overheads are looked up."""
         if not isinstance(values, dict):
             return values
         values = dict(values)
@@ -73,6 +78,11 @@ class PlacementProblem(Frozen):
         calibrations = values.get("calibrations")
         if "calibration_sha256" not in values and isinstance(calibrations, (tuple, list)):
             values["calibration_sha256"] = {c.gpu: c.sha256 for c in calibrations if isinstance(c, Calibration)}
+        if values.get("step_overheads") is None:
+            engine = values.get("engine")
+            # Another engine's name is refused by its own field.
+            name = engine.name if isinstance(engine, EngineProfile) else DEFAULT_STEP_ENGINE
+            values["step_overheads"] = get_step_overheads(name)
         return values
 
     @model_validator(mode="after")

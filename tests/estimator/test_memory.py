@@ -13,7 +13,8 @@ import hetplan as hp
 from hetplan.catalog.calibration import Quantity
 from hetplan.catalog.tables import get_calibration, get_gpu
 from hetplan.estimator.base import make_estimator
-from hetplan.estimator.memory import compute_rate, engine_defaults
+from hetplan.estimator.memory import engine_defaults
+from hetplan.estimator.rates import compute_rate
 from hetplan.plan import StageMemory
 from hetplan.units import GIB
 
