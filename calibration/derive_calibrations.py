@@ -125,7 +125,7 @@ def build(data: Path) -> dict[str, Calibration]:
         ),
         borrow(
             a100_fit, a100_pcie,
-            bytes_per_s=a100_pcie.bandwidth_bytes_per_s * a100_fit.memory_bytes_per_s.value / a100.bandwidth_bytes_per_s,
+            bytes_per_s=a100_fit.memory_bytes_per_s.value * a100_pcie.bandwidth_bytes_per_s / a100.bandwidth_bytes_per_s,
             reference="its datasheet's bandwidth times the share of its own that A100-SXM4-80GB reaches",
         ),
         h100_fit,
@@ -158,12 +158,16 @@ def borrow(owner: Calibration, gpu: GpuSpec, *, bytes_per_s: float, reference: s
     """The calibration of a GPU of the same chip and power with another memory."""
     ratio = bytes_per_s / owner.memory_bytes_per_s.value
     prefill, decode = owner.prefill_attention, owner.decode_attention
-    assert prefill is not None and decode is not None
+    if prefill is None or decode is None:
+        raise ValueError(f"{owner.gpu} has no attention kernels to borrow")
     where = f"as on {owner.gpu}, the same chip"
     return owner.replace(
         gpu=gpu.name,
-        compute_flops={
-            dtype: quantity(q.value, "assumed", f"{where}: {q.reference}") for dtype, q in owner.compute_flops.items()
+        compute_flops=dict(datasheet_calibration(gpu).compute_flops)
+        | {
+            dtype: quantity(q.value, "assumed", f"{where}: {q.reference}")
+            for dtype, q in owner.compute_flops.items()
+            if q.source == "measured"
         },
         memory_bytes_per_s=quantity(bytes_per_s, "assumed", reference),
         gemms=tuple(

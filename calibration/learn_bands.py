@@ -1,139 +1,144 @@
-"""Learn the error bands of the default estimator from static batches that others measured.
+"""Learn the error bands in hetplan/estimator/bands.py from held-out runs that others measured.
 
-Run by hand: ``HETPLAN_DATA=... python calibration/learn_bands.py``. Predicts every row with the shipped
-calibration and with datasheet rates alone, prints the quantiles of measured over predicted time, and so
-gives the factors in hetplan/estimator/bands.py. Rows that the source's notes call wrong are left out:
-Argonne rows faster than reading the weights, Splitwise prefills of batch 64 at two GPUs.
+Run by hand: ``HETPLAN_DATA=folder python calibration/learn_bands.py``. Each GPU is predicted with its own calibration
+points and with engine overheads learnt from the other GPUs; an engine that ran on one GPU is held out by model, or by
+tensor-parallel degree where it ran one model. The bands are the 5% and 95% quantiles of measured over predicted time,
+tables weighing alike. Then each table is covered by the bands of the other tables' and GPUs' rows, and the share
+inside printed.
 """
 
 from __future__ import annotations
 
-import csv
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from learn_steps import TAUGHT, learn
 
-import hetplan as hp
+from hetplan.catalog.calibration import Calibration
+from hetplan.catalog.steps import STEP_OVERHEADS, StepOverheads
 from hetplan.catalog.tables import datasheet_calibration, get_calibration, get_gpu
-from hetplan.errors import HetplanError
+from hetplan.scoring.runs import MeasuredRun, read_runs
+from hetplan.scoring.score import score_runs
 
-_MODELS = {
-    "LLaMA 7B": "llama-2-7b",
-    "LLaMA 70B": "llama-2-70b",
-    "Mistral 7B": "mistral-7b",
-    "llama2-70b": "llama-2-70b",
-    "meta-llama/Llama-2-7b-hf": "llama-2-7b",
-    "meta-llama/Llama-2-70b-hf": "llama-2-70b",
-    "mistralai/Mistral-7B-v0.1": "mistral-7b",
-    # The same shapes as 3.1.
-    "meta-llama/Meta-Llama-3-8B": "llama-3.1-8b",
-    "meta-llama/Meta-Llama-3-70B": "llama-3.1-70b",
-}
-_GPUS = {
-    "H100": "H100-SXM5-80GB",
-    "L40S": "L40S",
-    "h100-80gb": "H100-SXM5-80GB",
-    "a100-80gb": "A100-SXM4-80GB",
-}
+RATES = ("output_tokens_per_s",)
+BORROWED = ("H200-SXM-141GB", "A100-PCIE-80GB", "A100-SXM4-40GB")
+# Engines of other days are scored, but say nothing about what is served today.
+PAST = ("vllm-2023",)
+LEVEL = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured run. ``quantity``: "ttft_s", "tpot_s" or "latency_s"."""
+@dataclass(frozen=True)
+class Residual:
+    """Log of measured over predicted time of one run."""
 
-    source: str
-    model: str
+    table: str
     gpu: str
-    degree: int
-    batch: int
-    input_tokens: int
-    output_tokens: int
-    quantity: str
-    seconds: float
-    fp8: bool = False
+    kind: str
+    basis: str
+    value: float
 
 
-def rows(data: Path) -> Iterator[Row]:
-    """All rows that are scored."""
-    for r in _read(data / "trtllm_docs" / "e2e_static_v0.9.0.csv"):
-        if r["model"] not in _MODELS or (r["gpu"] == "L40S" and r["tp"] != "1"):
-            continue
-        batch, tokens = int(r["batch"]), (int(r["isl"]), int(r["osl"]))
-        gpu = "A100-SXM4-80GB" if r["gpu"] == "A100" else _GPUS[r["gpu"]]
-        quantity, seconds = "ttft_s", float(r["value"]) / 1e3
-        if r["metric"] == "out_tok_s_total":
-            quantity, seconds = "latency_s", batch * tokens[1] / float(r["value"])
-        shape = (int(r["tp"]), batch, *tokens)
-        yield Row("trtllm-static", _MODELS[r["model"]], gpu, *shape, quantity, seconds, r["precision"] == "FP8")
-    for r in _read(data / "argonne" / "e2e_static.csv"):
-        if r["model"] not in _MODELS or r["below_weight_read_bound"] == "1":
-            continue
-        gpu = "A100-SXM4-40GB" if r["gpu"] == "A100" else _GPUS[r["gpu"]]
-        tokens = (int(r["io_len"]), int(r["io_len"]))
-        name = f"argonne-{r['engine']}"
-        shape = (int(r["tp"]), int(r["batch"]), *tokens)
-        yield Row(name, _MODELS[r["model"]], gpu, *shape, "latency_s", float(r["latency_s"]))
-    for r in _read(data / "splitwise" / "e2e_static.csv"):
-        shape = (int(r["tp"]), int(r["batch"]), int(r["isl"]), int(r["osl"]))
-        yield Row("splitwise", _MODELS[r["model"]], _GPUS[r["gpu"]], *shape, "tpot_s", float(r["tpot_ms"]) / 1e3)
-        if not (shape[0] == 2 and shape[1] == 64):
-            yield Row("splitwise", _MODELS[r["model"]], _GPUS[r["gpu"]], *shape, "ttft_s", float(r["prefill_ms"]) / 1e3)
+def kind_of(metric: str) -> str:
+    """The quantities that have a band of their own."""
+    return metric if metric in ("ttft_s", "tpot_s") else "request"
 
 
-def _read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def folds(runs: list[MeasuredRun]) -> Iterator[tuple[list[MeasuredRun], list[MeasuredRun]]]:
+    """(learn from, held out): by GPU, else by model, else by degree."""
+    for field in ("gpu", "model", "tensor_parallel"):
+        values = sorted({getattr(run, field) for run in runs})
+        if len(values) > 1:
+            for value in values:
+                yield (
+                    [run for run in runs if getattr(run, field) != value],
+                    [run for run in runs if getattr(run, field) == value],
+                )
+            return
 
 
-def ratio(row: Row, *, datasheet: bool) -> float | None:
-    """Measured over predicted time; None when the prediction is refused."""
-    calibration = datasheet_calibration(get_gpu(row.gpu)) if datasheet else get_calibration(row.gpu)
+def with_overheads(overheads: StepOverheads, runs: list[MeasuredRun], basis: str) -> list[Residual]:
+    """Residuals of some runs under learnt overheads and a kind of calibration."""
+    method = "paper" if basis == "paper" else "ours"
+    kept = STEP_OVERHEADS[overheads.engine]
+    STEP_OVERHEADS[overheads.engine] = overheads
     try:
-        prediction = hp.predict(
-            row.model,
-            row.gpu,
-            tensor_parallel=row.degree,
-            batch=row.batch,
-            input_tokens=row.input_tokens,
-            output_tokens=row.output_tokens,
-            weight_dtype="fp8" if row.fp8 else None,
-            calibration=calibration,
-            gpu_memory_utilization=1.0,
-        )
-    except HetplanError:
-        return None
-    return row.seconds / float(getattr(prediction, row.quantity))
+        found = []
+        for run in runs:
+            scored, _ = score_runs([run], calibrations={run.gpu: calibration_of(run.gpu, basis)}, methods=(method,))
+            for row in scored:
+                ratio = row.measured / getattr(row, method)
+                time_ratio = 1 / ratio if run.metric in RATES else ratio
+                found.append(Residual(run.table, run.gpu, kind_of(run.metric), basis, float(np.log(time_ratio))))
+        return found
+    finally:
+        STEP_OVERHEADS[overheads.engine] = kept
+
+
+def calibration_of(gpu: str, basis: str) -> Calibration:
+    """A GPU's calibration, reduced to what a basis says was measured."""
+    own = get_calibration(gpu)
+    if basis == "datasheet":
+        return datasheet_calibration(get_gpu(gpu))
+    if basis == "rates":
+        return own.replace(gemms=(), prefill_attention=None, decode_attention=None)
+    return own
+
+
+def residuals(data: Path) -> list[Residual]:
+    """Everything that is held out, under every basis."""
+    found: list[Residual] = []
+    tables = sorted({table for table, _, _ in TAUGHT.values()})
+    for table in tables:
+        everything = [run for run in read_runs(data / table) if run.excluded is None and "outliers" not in run.group]
+        for engine, (own_table, _, names) in TAUGHT.items():
+            if engine in PAST:
+                continue
+            runs = [run for run in everything if run.engine == engine and own_table == table]
+            measured = [run for run in runs if run.gpu not in BORROWED]
+            for others, held_out in folds(measured):
+                learnt = learn(others, STEP_OVERHEADS[engine], names)
+                for basis in ("fitted", "rates", "datasheet", "paper"):
+                    found += with_overheads(learnt, held_out, basis)
+            borrowed = [run for run in runs if run.gpu in BORROWED]
+            found += with_overheads(STEP_OVERHEADS[engine], borrowed, "borrowed")
+    return found
+
+
+def band(rows: list[Residual]) -> tuple[float, float]:
+    """Quantiles over rows, each table weighing alike."""
+    tables = [row.table for row in rows]
+    weights = np.array([1 / tables.count(row.table) for row in rows])
+    order = np.argsort([row.value for row in rows])
+    values = np.array([row.value for row in rows])[order]
+    share = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    tail = (1 - LEVEL) / 2
+    return float(np.exp(np.interp(tail, share, values))), float(np.exp(np.interp(1 - tail, share, values)))
 
 
 def main() -> None:
-    """Print quantiles per source and quantity, then the pooled factors."""
-    data = Path(os.environ["HETPLAN_DATA"])
-    scored = list(rows(data))
-    for datasheet in (False, True):
-        print("datasheet rates" if datasheet else "shipped calibrations")
-        groups: dict[str, list[float]] = {}
-        refused = 0
-        for row in scored:
-            value = ratio(row, datasheet=datasheet)
-            if value is None:
-                refused += 1
+    """Run the script."""
+    data = Path(os.environ.get("HETPLAN_DATA") or sys.exit("set HETPLAN_DATA to the data folder"))
+    everything = residuals(data)
+    for basis in ("fitted", "borrowed", "rates", "datasheet", "paper"):
+        for kind in ("ttft_s", "tpot_s", "request"):
+            rows = [row for row in everything if (row.basis, row.kind) == (basis, kind)]
+            if not rows:
                 continue
-            groups.setdefault(f"{row.source} {row.quantity}", []).append(value)
-            groups.setdefault(f"all {row.quantity}", []).append(value)
-        for name, values in sorted(groups.items()):
-            low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
-            error = float(np.mean(np.abs(1 / np.asarray(values) - 1)))
-            shares = f"5% {low:5.2f} median {middle:5.2f} 95% {high:5.2f}"
-            print(f"  {name:34s} n={len(values):4d} {shares} MAPE {error:.1%}")
-        print(f"  refused {refused}")
-        # Sources count alike, so that the largest does not decide.
-        by_source = [np.asarray(v) for name, v in groups.items() if not name.startswith("all ")]
-        low = float(np.mean([np.quantile(v, 0.05) for v in by_source]))
-        high = float(np.mean([np.quantile(v, 0.95) for v in by_source]))
-        print(f"  band on a time: {low:.2f} to {high:.2f}")
+            low, high = band(rows)
+            print(
+                f'("{basis}", "{kind}"): ({low:.2f}, {high:.2f}),  {len(rows)} rows, {(high - low) / 2:.0%} half-width'
+            )
+            for table, gpu in sorted({(row.table, row.gpu) for row in rows}):
+                mine = [row for row in rows if (row.table, row.gpu) == (table, gpu)]
+                others = [row for row in rows if (row.table, row.gpu) != (table, gpu)]
+                if others:
+                    low, high = np.log(band(others))
+                    inside = np.mean([low <= row.value <= high for row in mine])
+                    print(f"    {table} {gpu}: {inside:.0%} of {len(mine)} inside the others' band")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ TAUGHT: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "vllm": ("aiconfigurator/e2e_online_silicon.csv", ("closed-loop TPOT, H100",), ("step_s", "prefill_layer_s")),
     "vllm-2023": (
-        "splitwise/e2e_static.csv", ("static",), ("step_s", "rank_step_s", "prefill_step_s")
+        "splitwise/e2e_static.csv", ("static",), ("step_s", "rank_step_s")
     ),
     "sglang": ("aiconfigurator/e2e_online_silicon.csv", ("closed-loop TPOT, H200",), ("step_s", "prefill_layer_s")),
 }  # fmt: skip

@@ -361,7 +361,7 @@ def predict(
     *,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    batch: float = 8,
+    batch: int = 8,
     input_tokens: float = 763,
     output_tokens: float = 232,
     weight_dtype: str | None = None,
@@ -382,7 +382,7 @@ def predict(
         A catalogued GPU or alias.
     tensor_parallel, pipeline_parallel : int
         GPUs of a stage, and stages.
-    batch : float
+    batch : int
         Sequences: of the batch, in flight, or clients, as the schedule says.
     input_tokens, output_tokens : float
         Tokens of each sequence.

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from hetplan import __version__
+from hetplan.cli_measure import add_commands
 from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError
 
 app = typer.Typer(
@@ -450,6 +451,9 @@ def _answer(run: Callable[[], Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document))
     raise typer.Exit(code)
+
+
+add_commands(app, answer=_answer, console=_console, today=_today, version=__version__)
 
 
 def _code(error: HetplanError) -> Exit:

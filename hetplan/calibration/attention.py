@@ -88,6 +88,8 @@ class AttentionTable:
             head_dim=self.head_dim,
             value_head_dim=self.head_dim,
             kv_element_bytes=self.kv_element_bytes,
+            # Queries and outputs keep 16 bits over a KV cache of 8.
+            element_bytes=max(2.0, self.kv_element_bytes),
         )
 
     def decode_seconds(self, fit: DecodeAttentionFit) -> FloatArray:
@@ -155,15 +157,23 @@ def fit_prefill_attention(
 
 
 def fit_decode_attention(
-    points: AttentionTable, *, peak_flops: float, peak_bytes_per_s: float, prior: Prior = DECODE_PRIOR
+    points: AttentionTable,
+    *,
+    peak_flops: float,
+    peak_bytes_per_s: float,
+    prior: Prior = DECODE_PRIOR,
+    cache_starts_bytes: tuple[float, ...] = CACHE_STARTS_BYTES,
 ) -> DecodeAttentionFit:
-    """Fit decode attention to the kernels of `choose_decode_points`; parameters as in `fit_prefill_attention`."""
+    """Fit decode attention to the kernels of `choose_decode_points`; parameters as in `fit_prefill_attention`.
+
+    ``cache_starts_bytes``: cache sizes to start from, the best of which is kept; one alone is the prior's.
+    """
 
     def seconds(values: dict[str, float]) -> FloatArray:
         fit = DecodeAttentionFit.model_construct(**decode_fields(values, peak_flops, peak_bytes_per_s))
         return points.decode_seconds(fit)
 
-    values = _fit(seconds, points.seconds, prior, CACHE_STARTS_BYTES)
+    values = _fit(seconds, points.seconds, prior, cache_starts_bytes)
     fit = DecodeAttentionFit(**decode_fields(values, peak_flops, peak_bytes_per_s))
     row = 2 * np.asarray(points.head_dim) * points.kv_element_bytes / REFERENCE_ROW_BYTES
     sizes = (points.heads, points.kv_heads, points.sequences, points.tokens * row)

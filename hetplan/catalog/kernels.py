@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import Dtype
@@ -118,7 +118,18 @@ class GemmFit(Frozen):
     """Stored width of a weight, scales included."""
     activation_bits: Bits = 16
     """Width of an activation as the kernel reads it."""
+    overlap_power: Annotated[float, Field(ge=1)] | None = None
+    """Exponent of the norm that adds compute and memory: 1 where one follows the other, as on a CPU's cores; None
+    for that of GPUs."""
     correction: LogCorrection | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without an ``overlap_power`` that is not set: digests of files that were written before it hold."""
+        content: dict[str, Any] = handler(self)
+        if content.get("overlap_power") is None:
+            content.pop("overlap_power", None)
+        return content
 
 
 class PrefillAttentionFit(Frozen):

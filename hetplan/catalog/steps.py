@@ -28,6 +28,9 @@ class StepOverheads(Frozen):
         More seconds for each further GPU of a tensor-parallel group.
     prefill_step_s : float
         More seconds of a step that holds prompts: input is prepared, shapes are new.
+    layer_s : float
+        Seconds added by each layer of each step, where the host launches kernels one by one and runs none meanwhile: a
+        CPU in eager mode.
     prefill_layer_s : float
         Least seconds of a layer in a step that prefills: its kernels are launched one by one there, without a
         CUDA graph.
@@ -46,6 +49,7 @@ class StepOverheads(Frozen):
     step_s: NonNegative
     rank_step_s: NonNegative = 0.0
     prefill_step_s: NonNegative = 0.0
+    layer_s: NonNegative = 0.0
     prefill_layer_s: NonNegative = 0.0
     all_reduce_factor: Annotated[float, Field(gt=0)] = 1.0
     fused_quantisation: bool = False

@@ -50,6 +50,8 @@ from hetplan.problem.placement import PlacementProblem
 
 # Kernels of half a layer beside its GEMMs and attention: norm with residual, and rotary with KV write or activation.
 _SMALL_KERNELS = 2
+# Fewer sequences than this in a step are none: it keeps logarithms of counts finite.
+_NOTHING = 1e-9
 # Elements moved per token by a norm with residual: the state, the residual and the result, twice each.
 _NORM_ELEMENTS = 6
 
@@ -92,7 +94,12 @@ def step_work(
         for value in (prompts, prompt_tokens, prompt_context, sequences, context)
     ))  # fmt: skip
     new, each, cached, decoding, reach = arrays
-    prefills, decodes = bool(np.any(new * each > 0)), bool(np.any(decoding > 0))
+    prefills, decodes = bool(new.max() > 0), bool(decoding.max() > 0)
+    # Steps without prompts, or without decoding, stand beside others that have some: their attention takes no time.
+    if prefills:
+        new, each = np.maximum(new, _NOTHING), np.maximum(each, 1.0)
+    if decodes:
+        decoding, reach = np.maximum(decoding, _NOTHING), np.maximum(reach, 1.0)
     return StepWork(new, each, cached, decoding, reach, prefills, decodes)
 
 
@@ -117,9 +124,9 @@ class CalibratedEstimator(LayerwiseEstimator):
         seconds = kernels.linear_seconds(kind, tokens)
         if layer.attention.kind != "none":
             if work.prefills:
-                seconds = seconds + _prefill_attention_s(model, layer, work, kernels)
+                seconds = seconds + _prefill_attention_s(model, layer, work, kernels) * (work.prompts > _NOTHING)
             if work.decodes:
-                seconds = seconds + _decode_attention_s(model, layer, work, kernels)
+                seconds = seconds + _decode_attention_s(model, layer, work, kernels) * (work.sequences > _NOTHING)
         halves = (layer.attention.kind != "none") + layer.has_mlp
         element = kernels.element_bytes
         moved = halves * _NORM_ELEMENTS * model.hidden_size * model.residual_streams * element
@@ -130,9 +137,9 @@ class CalibratedEstimator(LayerwiseEstimator):
             seconds = seconds + halves * kernels.all_reduce_seconds(tokens * (model.hidden_size * element))
         if work.prefills:
             # Where prompts are in a step, kernels are launched one by one, and the host may be the slower.
-            floor = kernels.overheads.prefill_layer_s * (work.prompts > 0)
+            floor = kernels.overheads.prefill_layer_s * (work.prompts > _NOTHING)
             seconds = np.maximum(seconds, floor)
-        return seconds
+        return seconds + kernels.overheads.layer_s
 
     def end_step_s(
         self,
@@ -150,7 +157,7 @@ class CalibratedEstimator(LayerwiseEstimator):
         tokens, sampled = work.tokens, work.sampled
         seconds = np.full_like(tokens, overheads.step_s + overheads.rank_step_s * (degree - 1))
         if work.prefills:
-            seconds = seconds + overheads.prefill_step_s * (work.prompts > 0)
+            seconds = seconds + overheads.prefill_step_s * (work.prompts > _NOTHING)
         row = model.hidden_size * kernels.element_bytes
         if first:
             seconds = seconds + kernels.kernel_s + tokens * (2 * row / kernels.bytes_per_s)

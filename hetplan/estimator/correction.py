@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetplan.catalog.kernels import LogCorrection
+from hetplan.estimator.identity import Same
 
 FloatArray = NDArray[np.float64]
 
 
 def correction_factor(correction: LogCorrection, *sizes: FloatArray | float) -> FloatArray:
     """Factor at some shapes: one array or number per size, broadcasting; it fades to 1 far from the measured ones."""
-    scale, products, weights = _bound(_Same(correction))
+    scale, products, weights = _bound(Same(correction))
     places = [_log(size) * scale for size in sizes]
     square: FloatArray | float = 0.0
     for place in places:
@@ -51,25 +51,10 @@ def fit_correction(
     return LogCorrection(reach=reach, shape=tuple(map(tuple, places.tolist())), weights=tuple(weights.tolist()))
 
 
-class _Same:
-    """A correction as a key by its identity: hashing its numbers costs more than using them."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: LogCorrection) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-
 @lru_cache(maxsize=256)
-def _bound(kept: _Same) -> tuple[float, FloatArray, FloatArray]:
+def _bound(kept: Same) -> tuple[float, FloatArray, FloatArray]:
     """Scale of a log size, the matrix that makes 1 + distance**2 / 2 of (x.x, 1, x), and the weights."""
-    correction = kept.value
+    correction: LogCorrection = kept.value
     scale = math.sqrt(0.5) / correction.reach
     centres = np.array(correction.shape).T * scale
     squares = np.ones_like(centres[:1])

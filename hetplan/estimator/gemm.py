@@ -12,6 +12,7 @@ misses near the calibration points (a library's choice of kernels) is a smooth f
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hetplan.catalog.kernels import GemmFit
 from hetplan.estimator.correction import correction_factor
+from hetplan.estimator.identity import Same
 
 Floats = NDArray[np.float64]
 
@@ -84,8 +86,8 @@ def gemm_seconds(
 
     Examples
     --------
-    >>> from hetplan.calibration.gemm import datasheet_gemm
-    >>> fit = datasheet_gemm(peak_flops=989e12, peak_bytes_per_s=3.35e12, sm_count=132)
+    >>> from hetplan.estimator.usual import usual_gemm
+    >>> fit = usual_gemm(peak_flops=989e12, peak_bytes_per_s=3.35e12, sm_count=132)
     >>> decode, prefill = gemm_seconds(fit, [1, 8192], 8192, 8192)
     >>> bool(40e-6 < decode < 70e-6), bool(1.1e-3 < prefill < 1.9e-3)
     (True, True)
@@ -111,7 +113,7 @@ def parametric_seconds(
 ) -> Floats:
     """`gemm_seconds` without the correction; what the calibration fits."""
     axes = (...,) + (None,) * max(np.ndim(m), np.ndim(n), np.ndim(k), np.ndim(groups))
-    step_s, penalised_s = _k_steps(fit, shared)
+    step_s, penalised_s = _shared_k_steps(Same(fit)) if shared is SHARED else _k_steps(fit, shared)
     step_s, penalised_s = step_s[axes], penalised_s[axes]
     if fit.dispatch_fraction:
         m_group = m / groups
@@ -135,12 +137,17 @@ def parametric_seconds(
     moved = moved + m * (k * (activation_bits / BITS_PER_BYTE) + n * (OUTPUT_BITS / BITS_PER_BYTE))
     memory = moved * (1 / fit.bytes_per_s + shared.ramp_s / (moved + shared.ramp_bytes))
 
-    power = shared.overlap_power
+    power = fit.overlap_power or shared.overlap_power
     seconds: Floats = fit.launch_s + (compute**power + memory**power) ** (1 / power)
     if activation_bits < OUTPUT_BITS and fit.quantise_bytes_per_s is not None:
         row_bytes = k * (OUTPUT_BITS + activation_bits) / BITS_PER_BYTE
         seconds = seconds + m * (fit.quantise_row_s + row_bytes / fit.quantise_bytes_per_s)
     return seconds
+
+
+@lru_cache(maxsize=256)
+def _shared_k_steps(kept: Same) -> tuple[Floats, Floats]:
+    return _k_steps(kept.value, SHARED)
 
 
 def _k_steps(fit: GemmFit, shared: Shared) -> tuple[Floats, Floats]:

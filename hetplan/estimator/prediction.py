@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,7 +68,7 @@ class PlanEstimate(Frozen):
     pipelines: tuple[PipelinePredictions, ...]
 
 
-def predict_replica(replica: Replica, *, batch: float, input_tokens: float, output_tokens: float) -> ReplicaPrediction:
+def predict_replica(replica: Replica, *, batch: int, input_tokens: float, output_tokens: float) -> ReplicaPrediction:
     """See `hetplan.predict`."""
     _check_load(replica.problem.model, batch, input_tokens, output_tokens)
     load = (np.array([float(batch)]), np.array([float(input_tokens)]), np.array([float(output_tokens)]))
@@ -105,10 +106,10 @@ def predict_replicas(
 
 def _check_load(model: ModelSpec, batch: float, input_tokens: float, output_tokens: float) -> None:
     for name, value in (("batch", batch), ("input_tokens", input_tokens), ("output_tokens", output_tokens)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
             raise InvalidInputError(f"{name}={value!r}: a positive number is needed")
-    if batch < 1:
-        raise InvalidInputError(f"batch={batch!r}: at least one sequence is needed")
+    if batch != int(batch):
+        raise InvalidInputError(f"batch={batch!r}: a whole number from 1 is needed")
     if input_tokens + output_tokens > model.max_position_tokens:
         raise InvalidInputError(
             f"{model.name} handles {model.max_position_tokens:,} tokens; the request has "

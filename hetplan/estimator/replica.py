@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from hetplan.errors import InvalidInputError
 from hetplan.estimator.bands import Quality, describe_source, quality_of
 from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.estimator.calibrated import CalibratedEstimator
+from hetplan.estimator.identity import Same
 from hetplan.estimator.pipeline import StageShape, even_layers, pipeline_times, stage_memories
 from hetplan.estimator.schedules import ReplicaTimes, closed_loop, in_flight, static_batch
+from hetplan.plan import StageMemory
 from hetplan.problem.placement import EstimatorName, PlacementProblem
 from hetplan.workload.requests import Workload
 
@@ -40,6 +42,7 @@ class Replica:
     problem: PlacementProblem
     estimator: Estimator
     stages: tuple[StageShape, ...]
+    memories: tuple[StageMemory, ...]
     schedule: Schedule
     quality: Quality
     source: str
@@ -48,9 +51,7 @@ class Replica:
         """(N,) sequences of so many tokens that the KV cache of every stage holds, at most the engine's limit."""
         problem, last = self.problem, len(self.stages) - 1
         fits = np.full(tokens.shape, float(problem.max_num_seqs or problem.step_overheads.max_num_seqs))
-        for number, (stage, memory) in enumerate(
-            zip(self.stages, stage_memories(problem, self.estimator, self.stages), strict=True)
-        ):
+        for number, (stage, memory) in enumerate(zip(self.stages, self.memories, strict=True)):
             for at, count in enumerate(tokens.tolist()):
                 one = self.estimator.sequence_bytes(
                     problem.model,
@@ -118,29 +119,14 @@ def make_replica(
         For values out of range.
     """
     asked = (tensor_parallel, pipeline_parallel, schedule, engine, estimator, gpu_memory_utilization)
-    return _made(_Same(model), _Same(machine), _Same(calibration), *asked)
-
-
-class _Same:
-    """An object as a key by its identity: comparing whole specs costs more than a prediction."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+    return _made(Same(model), Same(machine), Same(calibration), *asked)
 
 
 @lru_cache(maxsize=64)
 def _made(
-    kept_model: _Same,
-    kept_machine: _Same,
-    kept_calibration: _Same,
+    kept_model: Same,
+    kept_machine: Same,
+    kept_calibration: Same,
     tensor_parallel: int,
     pipeline_parallel: int,
     schedule: Schedule,
@@ -172,8 +158,15 @@ def _made(
         start += size
     shape = [(machine, tensor_parallel)]
     source = describe_source(problem, estimator, shape) + f"; host {machine.name}"
+    chosen = make_estimator(problem)
     return Replica(
-        problem, make_estimator(problem), tuple(stages), schedule, quality_of(problem, estimator, shape), source
+        problem,
+        chosen,
+        tuple(stages),
+        tuple(stage_memories(problem, chosen, stages)),
+        schedule,
+        quality_of(problem, estimator, shape),
+        source,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +19,7 @@ from hetplan.units import MIB
 Metric = Literal["ttft_s", "tpot_s", "latency_s", "output_tokens_per_s"]
 Schedule = Literal["static", "in_flight", "closed_loop"]
 Row = dict[str, str]
+Reader = Callable[[str, int, Row], Iterator["MeasuredRun"]]
 
 # Measured tables are larger than configuration files.
 MAX_TABLE_BYTES = 64 * MIB
@@ -38,6 +39,7 @@ OWN_COLUMNS = [
     "metric",
     "value",
 ]
+OPTIONAL_COLUMNS = frozenset({"engine", "weight_dtype", "kv_dtype", "pipeline_parallel"})
 
 
 class MeasuredRun(Frozen):
@@ -62,33 +64,44 @@ class MeasuredRun(Frozen):
     excluded: str | None = None
 
 
+def form_of(header: Collection[str]) -> Reader | None:
+    """What reads the rows of a table with these columns; None where no form is known."""
+    return next((reader for columns, reader in _FORMS if columns <= set(header)), None)
+
+
 def read_runs(path: Path) -> list[MeasuredRun]:
     """The runs of a table whose form is known by its header.
 
     Raises
     ------
     InvalidInputError
-        If the form is unknown; the columns of the project's own form are listed.
+        If the form is unknown; the columns of the project's own form are listed. If a value is wrong; the line is
+        named.
     """
     text = read_text(path, MAX_TABLE_BYTES)
-    header = frozenset(text.split("\n", 1)[0].strip().split(","))
-    for columns, reader in _FORMS:
-        if columns <= header:
-            return list(reader(path.name, parse_csv(text, path.name, sorted(header))))
-    raise InvalidInputError(
-        f"{path}: no known table of measured runs has the columns {', '.join(sorted(header))}. "
-        f"Own runs: {','.join(OWN_COLUMNS)}"
-    )
+    header = [name.strip() for name in text.split("\n", 1)[0].split(",")]
+    reader = form_of(header)
+    if reader is None:
+        raise InvalidInputError(
+            f"{path}: no known table of measured runs has the columns {', '.join(sorted(header))}. "
+            f"Own runs: {','.join(OWN_COLUMNS)}; {', '.join(sorted(OPTIONAL_COLUMNS))} may be left out"
+        )
+    found: list[MeasuredRun] = []
+    for line, row in parse_csv(text, str(path), sorted(set(header))):
+        try:
+            found += reader(path.name, line, row)
+        except ValueError as error:
+            raise InvalidInputError(f"{path}, line {line}: {error}") from None
+    return found
 
 
 # --- the project's own form -------------------------------------------------------------------------------------------
 
 
-def _own(table: str, rows: Iterator[tuple[int, Row]]) -> Iterator[MeasuredRun]:
-    for line, row in rows:
-        given = {name: row[name] for name in OWN_COLUMNS if row.get(name, "")}
-        label = f"{table}: {row['schedule']} {row['metric']}"
-        yield MeasuredRun.from_dict({"table": table, "line": line, "group": label, **given})
+def _own(table: str, line: int, row: Row) -> Iterator[MeasuredRun]:
+    given = {name: row[name] for name in OWN_COLUMNS if row.get(name, "")}
+    label = f"{table}: {row['schedule']} {row['metric']}"
+    yield MeasuredRun.from_dict({"table": table, "line": line, "group": label, **given})
 
 
 # --- forms that others publish ----------------------------------------------------------------------------------------
@@ -113,32 +126,31 @@ IN_FLIGHT_MEMORY_SHARE = 0.9
 IN_FLIGHT_MIN_BATCH = 32
 
 
-def _trtllm_static(table: str, rows: Iterator[tuple[int, Row]]) -> Iterator[MeasuredRun]:
-    for line, row in rows:
-        eight = row["precision"] == "FP8"
-        first_token = row["metric"] == "ttft_ms"
-        degree = int(row["tp"])
-        excluded = None
-        if row["gpu"] == "L40S" and degree > 1:
-            excluded = "L40S in groups: the collectives table is another host's, without peer-to-peer beyond pairs"
-        yield MeasuredRun(
-            table=table,
-            line=line,
-            group="TTFT at batch 1 (TensorRT-LLM 0.9)" if first_token else "static throughput (TensorRT-LLM 0.9)",
-            gpu=_TRTLLM_GPUS.get(row["gpu"], row["gpu"]),
-            model=_known(_TRTLLM_MODELS, row["model"], table, line),
-            tensor_parallel=degree,
-            batch=int(row["batch"]),
-            input_tokens=int(row["isl"]),
-            output_tokens=int(row["osl"]),
-            schedule="static",
-            engine=f"tensorrt-llm-{row['trtllm_version'].rsplit('.', 1)[0]}",
-            weight_dtype="fp8" if eight else None,
-            kv_dtype="fp8" if eight else None,
-            metric="ttft_s" if first_token else "output_tokens_per_s",
-            value=float(row["value"]) * (1e-3 if first_token else 1),
-            excluded=excluded,
-        )
+def _trtllm_static(table: str, line: int, row: Row) -> Iterator[MeasuredRun]:
+    eight = row["precision"] == "FP8"
+    first_token = row["metric"] == "ttft_ms"
+    degree = int(row["tp"])
+    excluded = None
+    if row["gpu"] == "L40S" and degree > 1:
+        excluded = "L40S in groups: the collectives table is another host's, without peer-to-peer beyond pairs"
+    yield MeasuredRun(
+        table=table,
+        line=line,
+        group="TTFT at batch 1 (TensorRT-LLM 0.9)" if first_token else "static throughput (TensorRT-LLM 0.9)",
+        gpu=_TRTLLM_GPUS.get(row["gpu"], row["gpu"]),
+        model=_known(_TRTLLM_MODELS, row["model"]),
+        tensor_parallel=degree,
+        batch=int(row["batch"]),
+        input_tokens=int(row["isl"]),
+        output_tokens=int(row["osl"]),
+        schedule="static",
+        engine=f"tensorrt-llm-{row['trtllm_version'].rsplit('.', 1)[0]}",
+        weight_dtype="fp8" if eight else None,
+        kv_dtype="fp8" if eight else None,
+        metric="ttft_s" if first_token else "output_tokens_per_s",
+        value=float(row["value"]) * (1e-3 if first_token else 1),
+        excluded=excluded,
+    )
 
 
 def in_flight_batch(gpu: str, model: str, degree: int, tokens: int, *, eight_bits: bool) -> int:
@@ -149,107 +161,101 @@ def in_flight_batch(gpu: str, model: str, degree: int, tokens: int, *, eight_bit
     return int(left / spec.kv_bytes_per_token(degree) / tokens)
 
 
-def _trtllm_in_flight(table: str, rows: Iterator[tuple[int, Row]]) -> Iterator[MeasuredRun]:
-    for line, row in rows:
-        eight, degree = row["precision"] == "FP8", int(row["tp"])
-        gpu = _TRTLLM_GPUS.get(row["gpu"], {"H100": "H100-SXM5-80GB"}.get(row["gpu"], row["gpu"]))
-        model = _known(_TRTLLM_MODELS | {"Mistral 7B": "mistral-7b-v0.3"}, row["model"], table, line)
-        batch = in_flight_batch(gpu, model, degree, int(row["isl"]) + int(row["osl"]), eight_bits=eight)
-        excluded = None
-        sort = "TP1" if degree == 1 else "TP2 to TP8"
-        if gpu == "A100-PCIE-80GB":
-            sort = "A100 PCIe, TP1, from A100 SXM's calibration"
-        if batch < IN_FLIGHT_MIN_BATCH:
-            excluded = f"fewer than {IN_FLIGHT_MIN_BATCH} sequences in flight: the batch is not known well enough"
-        elif gpu == "A100-PCIE-80GB" and degree > 1:
-            excluded = "A100 PCIe in groups: its host's collectives were not measured"
-        yield MeasuredRun(
-            table=table,
-            line=line,
-            group=f"in-flight throughput (TensorRT-LLM 0.14), {sort}",
-            gpu=gpu,
-            model=model,
-            tensor_parallel=degree,
-            batch=max(1, batch),
-            input_tokens=int(row["isl"]),
-            output_tokens=int(row["osl"]),
-            schedule="in_flight",
-            engine=f"tensorrt-llm-{row['trtllm_version'].rsplit('.', 1)[0]}",
-            weight_dtype="fp8" if eight else None,
-            kv_dtype="fp8" if eight else None,
-            metric="output_tokens_per_s",
-            value=float(row["value"]),
-            excluded=excluded,
-        )
+def _trtllm_in_flight(table: str, line: int, row: Row) -> Iterator[MeasuredRun]:
+    eight, degree = row["precision"] == "FP8", int(row["tp"])
+    gpu = _TRTLLM_GPUS.get(row["gpu"], {"H100": "H100-SXM5-80GB"}.get(row["gpu"], row["gpu"]))
+    model = _known(_TRTLLM_MODELS | {"Mistral 7B": "mistral-7b-v0.3"}, row["model"])
+    batch = in_flight_batch(gpu, model, degree, int(row["isl"]) + int(row["osl"]), eight_bits=eight)
+    excluded = None
+    sort = "TP1" if degree == 1 else "TP2 to TP8"
+    if gpu == "A100-PCIE-80GB":
+        sort = "A100 PCIe, TP1, from A100 SXM's calibration"
+    if batch < IN_FLIGHT_MIN_BATCH:
+        excluded = f"fewer than {IN_FLIGHT_MIN_BATCH} sequences in flight: the batch is not known well enough"
+    elif gpu == "A100-PCIE-80GB" and degree > 1:
+        excluded = "A100 PCIe in groups: its host's collectives were not measured"
+    yield MeasuredRun(
+        table=table,
+        line=line,
+        group=f"in-flight throughput (TensorRT-LLM 0.14), {sort}",
+        gpu=gpu,
+        model=model,
+        tensor_parallel=degree,
+        batch=max(1, batch),
+        input_tokens=int(row["isl"]),
+        output_tokens=int(row["osl"]),
+        schedule="in_flight",
+        engine=f"tensorrt-llm-{row['trtllm_version'].rsplit('.', 1)[0]}",
+        weight_dtype="fp8" if eight else None,
+        kv_dtype="fp8" if eight else None,
+        metric="output_tokens_per_s",
+        value=float(row["value"]),
+        excluded=excluded,
+    )
 
 
-def _silicon(table: str, rows: Iterator[tuple[int, Row]]) -> Iterator[MeasuredRun]:
+def _silicon(table: str, line: int, row: Row) -> Iterator[MeasuredRun]:
     """Closed loops: the mean TPOT of a whole replica. TTFT is left out: it holds the queue of the start."""
     engines = {"trtllm": "tensorrt-llm-1.0", "vllm": "vllm", "sglang": "sglang"}
-    for line, row in rows:
-        system = row["system"]
-        outlier = row["model_path"] == "nvidia/Llama-3.1-8B-Instruct-FP8"
-        eight = row["precision"].startswith("fp8")
-        known = "H100" if system == "h100_sxm" else "H200, from H100's calibration"
-        yield MeasuredRun(
-            table=table,
-            line=line,
-            group=f"closed-loop TPOT, {'Llama-3.1-8B-FP8 (outliers)' if outlier else known}",
-            gpu=_known(_SILICON_SYSTEMS, system, table, line),
-            model=_silicon_model(row["model_path"]),
-            tensor_parallel=int(row["tp_size"]),
-            pipeline_parallel=int(row["pp_size"]),
-            batch=int(row["concurrency"]),
-            input_tokens=int(row["isl"]),
-            output_tokens=int(row["osl"]),
-            schedule="closed_loop",
-            engine=_known(engines, row["backend"], table, line),
-            weight_dtype="fp8" if eight else None,
-            metric="tpot_s",
-            value=float(row["tpot_ms"]) * 1e-3,
-        )
+    system = row["system"]
+    outlier = row["model_path"] == "nvidia/Llama-3.1-8B-Instruct-FP8"
+    eight = row["precision"].startswith("fp8")
+    known = "H100" if system == "h100_sxm" else "H200, from H100's calibration"
+    yield MeasuredRun(
+        table=table,
+        line=line,
+        group=f"closed-loop TPOT, {'Llama-3.1-8B-FP8 (outliers)' if outlier else known}",
+        gpu=_known(_SILICON_SYSTEMS, system),
+        model=_silicon_model(row["model_path"]),
+        tensor_parallel=int(row["tp_size"]),
+        pipeline_parallel=int(row["pp_size"]),
+        batch=int(row["concurrency"]),
+        input_tokens=int(row["isl"]),
+        output_tokens=int(row["osl"]),
+        schedule="closed_loop",
+        engine=_known(engines, row["backend"]),
+        weight_dtype="fp8" if eight else None,
+        metric="tpot_s",
+        value=float(row["tpot_ms"]) * 1e-3,
+    )
 
 
 def _silicon_model(path: str) -> str:
-    name = path.rsplit("/", maxsplit=1)[-1].lower().removesuffix("-fp8").removesuffix("-instruct")
-    return name
+    return path.rsplit("/", maxsplit=1)[-1].lower().removesuffix("-fp8").removesuffix("-instruct")
 
 
-def _splitwise(table: str, rows: Iterator[tuple[int, Row]]) -> Iterator[MeasuredRun]:
-    for line, row in rows:
-        shared = {
-            "table": table,
-            "line": line,
-            "gpu": _known(_SPLITWISE_GPUS, row["gpu"], table, line),
-            "model": {"llama2-70b": "llama-2-70b"}.get(row["model"], row["model"]),
-            "tensor_parallel": int(row["tp"]),
-            "batch": int(row["batch"]),
-            "input_tokens": int(row["isl"]),
-            "output_tokens": int(row["osl"]),
-            "schedule": "static",
-            "engine": "vllm-2023",
-        }
-        several = row["batch"] == "64" and row["tp"] == "2"
-        yield MeasuredRun(
-            **shared, group="static TPOT (vLLM of 2023)", metric="tpot_s", value=float(row["tpot_ms"]) * 1e-3
-        )
-        yield MeasuredRun(
-            **shared,
-            group="static TTFT (vLLM of 2023)",
-            metric="ttft_s",
-            value=float(row["prefill_ms"]) * 1e-3,
-            excluded="the prompt was split over several passes" if several else None,
-        )
+def _splitwise(table: str, line: int, row: Row) -> Iterator[MeasuredRun]:
+    shared = {
+        "table": table,
+        "line": line,
+        "gpu": _known(_SPLITWISE_GPUS, row["gpu"]),
+        "model": {"llama2-70b": "llama-2-70b"}.get(row["model"], row["model"]),
+        "tensor_parallel": int(row["tp"]),
+        "batch": int(row["batch"]),
+        "input_tokens": int(row["isl"]),
+        "output_tokens": int(row["osl"]),
+        "schedule": "static",
+        "engine": "vllm-2023",
+    }
+    several = row["batch"] == "64" and row["tp"] == "2"
+    yield MeasuredRun(**shared, group="static TPOT (vLLM of 2023)", metric="tpot_s", value=float(row["tpot_ms"]) * 1e-3)
+    yield MeasuredRun(
+        **shared,
+        group="static TTFT (vLLM of 2023)",
+        metric="ttft_s",
+        value=float(row["prefill_ms"]) * 1e-3,
+        excluded="the prompt was split over several passes" if several else None,
+    )
 
 
-def _known(names: dict[str, str], name: str, table: str, line: int) -> str:
+def _known(names: dict[str, str], name: str) -> str:
     if name not in names:
-        raise InvalidInputError(f"{table} line {line}: {name!r} is not known; known: {', '.join(names)}")
+        raise InvalidInputError(f"{name!r} is not known; known: {', '.join(names)}")
     return names[name]
 
 
-_FORMS: list[tuple[frozenset[str], Callable[[str, Iterator[tuple[int, Row]]], Iterator[MeasuredRun]]]] = [
-    (frozenset(OWN_COLUMNS) - {"engine", "weight_dtype", "kv_dtype", "pipeline_parallel"}, _own),
+_FORMS: list[tuple[frozenset[str], Reader]] = [
+    (frozenset(OWN_COLUMNS) - OPTIONAL_COLUMNS, _own),
     (
         frozenset(["trtllm_version", "gpu", "precision", "model", "batch", "tp", "isl", "osl", "metric", "value"]),
         _trtllm_static,

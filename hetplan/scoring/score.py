@@ -6,6 +6,7 @@ paper does (its roofline over calibrated rates), and by the default estimator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -41,18 +42,26 @@ class Scored:
     low: float
     high: float
     source: str
-    # What is alike in rows whose order is compared, and the GPUs of one of them.
+    # What is alike in rows whose order is compared, the GPUs of this one, and whether its values are times.
     peers: tuple[object, ...] | None = None
     gpus: int = 1
+    is_time: bool = False
 
     def error(self, method: str) -> float:
         """Signed relative error of a method's prediction."""
         return float(getattr(self, method)) / self.measured - 1
 
+    def per_gpu(self, value: float) -> float:
+        """What a GPU gives for a value of this row: its share of a rate, or the inverse of all GPUs' time."""
+        return 1 / (value * self.gpus) if self.is_time else value / self.gpus
+
 
 @dataclass(frozen=True, slots=True)
 class GroupScore:
-    """Errors of a group, as fractions: mean absolute, median absolute, median signed, for each method."""
+    """Errors of a group, as fractions: mean absolute, median absolute, median signed, for each method.
+
+    NaN where a method has no prediction, or no row a band.
+    """
 
     group: str
     rows: int
@@ -102,7 +111,7 @@ def score_runs(
     everything = list(runs)
     for run in everything:
         if run.excluded is not None:
-            _count(left_out, run.group, run.excluded)
+            count_left_out(left_out, run.group, run.excluded)
             continue
         key = (run.gpu, run.model, run.weight_dtype, run.kv_dtype, run.tensor_parallel, run.pipeline_parallel,
                run.schedule, run.engine)  # fmt: skip
@@ -114,16 +123,18 @@ def score_runs(
             scored += _score_alike(rows, own, engine, methods, left_out)
         except HetplanError as error:
             for run in rows:
-                _count(left_out, run.group, str(error))
+                count_left_out(left_out, run.group, str(error))
         done += len(rows)
         if on_progress is not None:
             on_progress(done, len(everything))
     return scored, left_out
 
 
-def _count(left_out: dict[str, dict[str, int]], group: str, reason: str) -> None:
-    reasons = left_out.setdefault(group, {})
-    reasons[reason] = reasons.get(reason, 0) + 1
+def count_left_out(left_out: dict[str, dict[str, int]], group: str, reason: str, rows: int = 1) -> None:
+    """Add rows that are not scored to a group's reasons."""
+    if rows:
+        reasons = left_out.setdefault(group, {})
+        reasons[reason] = reasons.get(reason, 0) + rows
 
 
 def _score_alike(
@@ -170,7 +181,7 @@ def _score_alike(
         values = dict.fromkeys(METHODS, float("nan"))
         values |= {method: float(columns[method][measured.metric][at]) for method in methods}
         if not all(np.isfinite(values[method]) for method in methods):
-            _count(left_out, measured.group, "does not fit the memory by our account")
+            count_left_out(left_out, measured.group, "does not fit the memory by our account")
             continue
         band = columns[methods[-1]]
         scored.append(
@@ -185,16 +196,9 @@ def _score_alike(
                 low=float(band[f"{measured.metric}_low"][at]),
                 high=float(band[f"{measured.metric}_high"][at]),
                 source=source,
-                peers=(
-                    measured.gpu,
-                    measured.weight_dtype,
-                    measured.model,
-                    measured.table,
-                    measured.metric,
-                    measured.input_tokens,
-                    measured.output_tokens,
-                ),  # fmt: skip
+                peers=_peers(measured),
                 gpus=measured.tensor_parallel * measured.pipeline_parallel,
+                is_time=measured.metric != "output_tokens_per_s",
             )
         )
     return scored
@@ -221,8 +225,10 @@ def summarise(
 
 def _group_score(name: str, rows: list[Scored], left_out: Mapping[str, int], worst: int) -> GroupScore:
     errors = {method: np.array([row.error(method) for row in rows]) for method in METHODS}
-    inside = np.array([row.low <= row.measured <= row.high for row in rows])
-    widths = np.array([(row.high - row.low) / 2 / row.ours for row in rows])
+    # Kernels have no band.
+    banded = [row for row in rows if not math.isnan(row.low)]
+    inside = np.array([row.low <= row.measured <= row.high for row in banded])
+    widths = np.array([(row.high - row.low) / 2 / row.ours for row in banded])
     ranked, right, ties = rank_pairs(rows)
 
     def over(function: Callable[[FloatArray], np.floating], values: FloatArray) -> float:
@@ -266,12 +272,12 @@ def rank_pairs(rows: Iterable[Scored]) -> tuple[int, dict[str, int], int]:
         for a, b in combinations(peers, 2):
             if a.gpus == b.gpus:
                 continue
-            measured = a.measured / a.gpus / (b.measured / b.gpus)
+            measured = a.per_gpu(a.measured) / b.per_gpu(b.measured)
             if abs(measured - 1) <= TIE:
                 ties += 1
                 continue
             ranked += 1
             for method in METHODS:
-                predicted = getattr(a, method) / a.gpus / (getattr(b, method) / b.gpus)
+                predicted = a.per_gpu(getattr(a, method)) / b.per_gpu(getattr(b, method))
                 right[method] += (predicted > 1) == (measured > 1)
     return ranked, right, ties

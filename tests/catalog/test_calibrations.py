@@ -40,12 +40,13 @@ def test_rates_stay_below_the_datasheet_and_name_a_source(gpu: str) -> None:
     assert calibration.memory_bytes_per_s.value <= spec.bandwidth_bytes_per_s
     assert {"bf16", "fp16"} & calibration.compute_flops.keys()
     assert 1e-6 < calibration.kernel_s.value < 1e-5
-    assert 1e-4 < calibration.step_s.value < 5e-3
 
 
 def test_measured_rates() -> None:
     l4 = get_calibration("L4")
-    assert (l4.compute_flops["bf16"].value, l4.compute_flops["bf16"].source) == (55e12, "published")
+    # ShuntServe measured about 55 TFLOP/s in GEMMs alone.
+    assert 45e12 < l4.compute_flops["bf16"].value < 56e12
+    assert l4.compute_flops["bf16"].source == "measured"
     assert l4.datasheet_parts() == ()
     l40s = get_calibration("L40S")
     # The rows that fit into the L2 would say more than the DRAM can give.
@@ -54,14 +55,14 @@ def test_measured_rates() -> None:
 
 
 def test_a_gpu_without_a_file_is_never_silently_its_datasheet() -> None:
-    for gpu in ("RTX4090", "A10G", "MI300X", "A100-PCIE"):
+    for gpu in ("RTX4090", "A10G", "MI300X", "V100-SXM2-32GB"):
         calibration = get_calibration(gpu)
         assert "memory bandwidth" in calibration.datasheet_parts()
         assert all(rate.source == "datasheet" for rate in calibration.compute_flops.values())
         assert calibration.kernel_s.source == "assumed"
     # H200 was not measured here, and nothing in its file claims so.
     h200 = get_calibration("H200")
-    rates = [*h200.compute_flops.values(), h200.memory_bytes_per_s, h200.kernel_s, h200.step_s]
+    rates = [*h200.compute_flops.values(), h200.memory_bytes_per_s]
     assert {rate.source for rate in rates} == {"assumed"}
 
 
@@ -72,7 +73,7 @@ def test_a_changed_or_foreign_file_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(InvalidInputError, match="sha256"):
         Calibration.load(path)
-    content["schema_version"] = "hetplan.calibration/2"
+    content["schema_version"] = "hetplan.calibration/0"
     path.write_text(json.dumps(content))
     with pytest.raises(SchemaVersionError):
         Calibration.load(path)
@@ -82,7 +83,7 @@ def test_a_changed_or_foreign_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_script_writes_what_is_shipped(data_dir: Path) -> None:
-    built = runpy.run_path(str(ROOT / "calibration" / "derive_scalars.py"))["build"](data_dir)
+    built = runpy.run_path(str(ROOT / "calibration" / "derive_calibrations.py"))["build"](data_dir)
     assert {name: found.sha256 for name, found in built.items()} == {
         path.stem: json.loads(path.read_text())["sha256"] for path in FILES
     }

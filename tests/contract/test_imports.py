@@ -30,10 +30,14 @@ RANKS = {
     "solvers": 5,
     "verification": 5,
     "report": 6,
+    "scoring": 6,
     "api": 7,
+    "cli_measure": 7,
     "cli": 8,
     "__main__": 9,
 }
+# `Calibration.fit` is a way to make the type, and fitting sits above the estimator.
+FITTED_FROM_TABLES = ("hetplan.catalog.calibration", "hetplan.calibration.fit")
 FOUNDATION = {room for room, rank in RANKS.items() if rank == 0}
 
 # Rooms that run beside a plan, on the machines that serve it: they know a few rooms only, whatever their rank.
@@ -115,6 +119,8 @@ def test_a_room_imports_lower_rooms_only(module: str) -> None:
             assert room == "cli" or _takes_version_only(module), f"{module} imports the facade"
             continue
         if other == room or {room, other} <= FOUNDATION:
+            continue
+        if (module, imported) == FITTED_FROM_TABLES:
             continue
         if room in BESIDE:
             assert other in BESIDE[room], f"{module} imports {imported}"

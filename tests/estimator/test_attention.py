@@ -16,17 +16,17 @@ from hetplan.calibration.attention import (
     AttentionTable,
     choose_decode_points,
     choose_prefill_points,
-    datasheet_decode_attention,
-    datasheet_prefill_attention,
     fit_decode_attention,
     fit_prefill_attention,
 )
 from hetplan.estimator.attention import decode_attention_seconds, prefill_attention_seconds
+from hetplan.estimator.correction import correction_factor
+from hetplan.estimator.usual import usual_decode_attention, usual_prefill_attention
 
 # H100 SXM: dense bf16 and HBM3, from NVIDIA's datasheet.
 PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 3.35e12
-PREFILL = datasheet_prefill_attention(PEAK_FLOPS, PEAK_BYTES_PER_S)
-DECODE = datasheet_decode_attention(PEAK_FLOPS, PEAK_BYTES_PER_S)
+PREFILL = usual_prefill_attention(PEAK_FLOPS, PEAK_BYTES_PER_S)
+DECODE = usual_decode_attention(PEAK_FLOPS, PEAK_BYTES_PER_S)
 LLAMA_70B: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128, "value_head_dim": 128}
 
 
@@ -52,10 +52,10 @@ def grid(decode_phase: bool) -> AttentionTable:
     sequences, tokens, heads, kv_heads = np.array(rows, dtype=float).T
     table = AttentionTable(sequences, tokens, heads, kv_heads, np.ones(len(rows)))
     if decode_phase:
-        slow = datasheet_decode_attention(0.7 * PEAK_FLOPS, 0.6 * PEAK_BYTES_PER_S)
+        slow = usual_decode_attention(0.7 * PEAK_FLOPS, 0.6 * PEAK_BYTES_PER_S)
         seconds = table.decode_seconds(slow.replace(launch_s=5e-6, cache_bytes=9e7))
     else:
-        fit = datasheet_prefill_attention(0.5 * PEAK_FLOPS, 0.8 * PEAK_BYTES_PER_S)
+        fit = usual_prefill_attention(0.5 * PEAK_FLOPS, 0.8 * PEAK_BYTES_PER_S)
         seconds = table.prefill_seconds(fit.replace(launch_s=5e-6))
     return AttentionTable(sequences, tokens, heads, kv_heads, seconds)
 
@@ -146,5 +146,5 @@ def test_the_correction_fades_away_from_the_points() -> None:
         peak_flops=PEAK_FLOPS, peak_bytes_per_s=PEAK_BYTES_PER_S,
     )  # fmt: skip
     assert fit.correction is not None
-    far = fit.correction.factor(1e6, 1e6, 1e9, 1e12)
+    far = correction_factor(fit.correction, 1e6, 1e6, 1e9, 1e12)
     assert far == pytest.approx(1.0, abs=0.03)

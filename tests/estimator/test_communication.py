@@ -8,11 +8,18 @@ from builders import make_gpu, make_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetplan.catalog.calibration import CollectiveFit
 from hetplan.catalog.hardware import InstanceType, Link
+from hetplan.catalog.kernels import AllReduceCurve
 from hetplan.catalog.tables import datasheet_calibration, get_calibration, get_instance_type
 from hetplan.errors import InvalidInputError
-from hetplan.estimator.communication import all_gather_s, all_reduce_s, boundary_link, group_link, send_s
+from hetplan.estimator.communication import (
+    all_gather_s,
+    all_reduce_for,
+    all_reduce_s,
+    boundary_link,
+    group_link,
+    send_s,
+)
 
 LINK = Link(latency_s=10e-6, bytes_per_s=20e9)
 
@@ -68,11 +75,15 @@ def test_a_group_takes_the_link_of_its_size() -> None:
 
 
 def test_a_collective_measured_on_this_host_is_preferred() -> None:
-    fit = CollectiveFit(
-        host="box", tensor_parallel=2, latency_s=3e-6, bytes_per_s=7e9, source="measured", reference="own run"
-    )
-    calibration = datasheet_calibration(make_gpu()).replace(collectives=(fit,))
-    assert group_link(pcie_host(), 2, calibration).bytes_per_s == 7e9
+    # 3 us and 7 GB/s: 2 x (3 us + N / 2 / 7 GB/s).
+    curve = AllReduceCurve(
+        host="box", tensor_parallel=2, library="own", bytes=(1e3, 7e9), seconds=(6e-6, 1 + 6e-6), source="measured",
+        reference="own run",
+    )  # fmt: skip
+    calibration = datasheet_calibration(make_gpu()).replace(all_reduces=(curve,))
+    assert group_link(pcie_host(), 2, calibration).bytes_per_s == pytest.approx(7e9)
+    measured = all_reduce_for(pcie_host(), 2, calibration)
+    assert measured.seconds(np.array([7e9])).item() == pytest.approx(1 + 6e-6)
     assert "measured" in group_link(pcie_host(), 2, calibration).source
     # Collectives are a property of the host: another host's measurement says nothing.
     other = pcie_host().replace(name="other")

@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from hetplan.calibration.gemm import MAX_POINTS, choose_gemm_points, datasheet_gemm, fit_gemm
+from hetplan.calibration.gemm import MAX_POINTS, choose_gemm_points, fit_gemm
+from hetplan.catalog.kernels import GemmFit
 from hetplan.errors import InvalidInputError
-from hetplan.estimator.gemm import GemmFit, gemm_seconds
+from hetplan.estimator.gemm import gemm_seconds
+from hetplan.estimator.usual import peaks_behind, usual_gemm
 
 PEAK_FLOPS, PEAK_BYTES_PER_S, SM_COUNT = 989e12, 3.35e12, 132
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 160, 256, 512, 1024, 2048, 4096, 8192, 32768]
@@ -18,7 +20,7 @@ SHAPES = np.array(list(itertools.product(TOKENS, SIDES, SIDES)), dtype=float)
 
 
 def make(**changes: float) -> GemmFit:
-    fit = datasheet_gemm(PEAK_FLOPS, PEAK_BYTES_PER_S, sm_count=SM_COUNT)
+    fit = usual_gemm(PEAK_FLOPS, PEAK_BYTES_PER_S, sm_count=SM_COUNT)
     return fit.replace(**changes)
 
 
@@ -148,8 +150,14 @@ def test_points_out_of_the_cache_do_not_count() -> None:
         refit(shapes, seconds * 1e-6)
 
 
+def test_peaks_behind_measured_rates_give_them_back() -> None:
+    fit = usual_gemm(*peaks_behind(55e12, 248e9))
+    assert 2 * 4096 * 8192 * 8192 / float(gemm_seconds(fit, 4096, 8192, 8192)) == pytest.approx(55e12, rel=0.01)
+    assert 2 * 8192 * 32768 / float(gemm_seconds(fit, 1, 32768, 8192)) == pytest.approx(248e9, rel=0.01)
+
+
 def test_quantised_activations_pay_for_their_quantisation() -> None:
-    eight = datasheet_gemm(2 * PEAK_FLOPS, PEAK_BYTES_PER_S, sm_count=SM_COUNT, weight_bits=8, activation_bits=8)
+    eight = usual_gemm(2 * PEAK_FLOPS, PEAK_BYTES_PER_S, sm_count=SM_COUNT, weight_bits=8, activation_bits=8)
     half = make()
     assert gemm_seconds(eight, 32768, 256, 256) > gemm_seconds(half, 32768, 256, 256)
     assert gemm_seconds(eight, 8192, 16384, 16384) < gemm_seconds(half, 8192, 16384, 16384)

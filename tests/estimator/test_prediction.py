@@ -122,10 +122,15 @@ def test_a_count_of_the_wrong_type_is_refused_by_name(changes: dict[str, Any]) -
         hp.predict("llama-3.1-8b", "H100", **changes)
 
 
-@pytest.mark.parametrize("changes", [{"schedule": "in_flight"}, {"schedule": "closed_loop"}, {"engine": "vllm"}])
-def test_what_is_not_there_yet_says_so(changes: dict[str, Any]) -> None:
-    with pytest.raises(hp.UnsupportedFeatureError, match="not"):
-        hp.predict("llama-3.1-8b", "H100", **changes)
+@pytest.mark.parametrize("engine", ["vllm", "vllm-0.32", "tensorrt-llm-0.14", "trtllm-1.0"])
+def test_an_engine_by_name_and_version(engine: str) -> None:
+    source = hp.predict("llama-3.1-8b", "H100", engine=engine).source
+    assert f"steps as {'vllm' if engine.startswith('vllm') else engine.replace('trtllm', 'tensorrt-llm')}" in source
+
+
+def test_an_unknown_engine_is_refused_by_name() -> None:
+    with pytest.raises(hp.UnknownNameError, match=r"engine 'llama\.cpp'.*vllm"):
+        hp.predict("llama-3.1-8b", "H100", engine="llama.cpp")
 
 
 @pytest.mark.parametrize("gpu", ["H100", "no-such-gpu"])

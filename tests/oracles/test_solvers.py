@@ -214,7 +214,7 @@ def test_a_senseless_promise_is_refused_by_field(field: str, value: float) -> No
         hp.Slo(**({"e2e_s": 1.0} | {field: value}))
 
 
-RATES = ["memory_bytes_per_s", "kernel_s", "step_s", "compute_flops"]
+RATES = ["memory_bytes_per_s", "kernel_s", "compute_flops"]
 
 
 def with_rate(field: str, value: float) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def fast_cluster(problem: PlacementProblem, k: int) -> list[tuple[list[PlacedSta
 
 
 def assert_same_pipelines(problem: PlacementProblem, k: int, *, formulas: bool = False) -> None:
+    """The same stages at the same rate; a batch below the largest may beat it, where times jump with the batch."""
     literal, _ = literal_cluster(problem, k, formulas=formulas)
     if not literal:
         with pytest.raises((hp.InfeasibleError, hp.NoSolutionError)):
@@ -62,7 +63,11 @@ def assert_same_pipelines(problem: PlacementProblem, k: int, *, formulas: bool =
         return
     fast = fast_cluster(problem, k)
     assert sorted(stages for stages, _ in fast) == sorted(stages for stages, _ in literal)
-    assert [rate for _, rate in sorted(fast)] == pytest.approx([rate for _, rate in sorted(literal)], rel=1e-9)
+    rates, largest = ([rate for _, rate in sorted(found)] for found in (fast, literal))
+    if problem.estimator == "paper":
+        assert rates == pytest.approx(largest, rel=1e-9)
+    else:
+        assert all(rate >= full * (1 - 1e-9) for rate, full in zip(rates, largest, strict=True))
 
 
 @pytest.mark.parametrize("k", [1, 3, 11])
