@@ -39,6 +39,7 @@ _HOMES = {
     "launch": "hetplan.api",
     "optimize": "hetplan.api",
     "predict": "hetplan.api",
+    "predict_many": "hetplan.api",
     "verify": "hetplan.api",
 }
 
@@ -71,11 +72,12 @@ __all__ = [
     "launch",
     "optimize",
     "predict",
+    "predict_many",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from hetplan.api import estimate, launch, optimize, predict, verify
+    from hetplan.api import estimate, launch, optimize, predict, predict_many, verify
     from hetplan.catalog.calibration import Calibration
     from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
     from hetplan.catalog.model import ModelSpec

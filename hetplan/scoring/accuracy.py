@@ -45,7 +45,11 @@ class AccuracyReport:
 
     def document(self) -> dict[str, Any]:
         """All numbers as plain data; what is not known is None."""
-        plain: dict[str, Any] = _plain({"groups": [asdict(g) for g in self.groups], "passed_over": self.passed_over})
+        groups = [asdict(group) for group in self.groups]
+        for row in (row for group in groups for row in group["worst"]):
+            # Bookkeeping of the ranking.
+            del row["peers"], row["is_time"]
+        plain: dict[str, Any] = _plain({"groups": groups, "passed_over": self.passed_over})
         return plain
 
 
@@ -153,9 +157,13 @@ def _scorer(
 
         def kernels(_: Progress) -> Part:
             key = (gpu, path.parent)
-            if key not in tables:
-                tables[key] = read_kernel_tables(gpu, path.parent)
-            return score_kernels(tables[key], kind, path.name)
+            try:
+                if key not in tables:
+                    tables[key] = read_kernel_tables(gpu, path.parent)
+                return score_kernels(tables[key], kind, path.name)
+            except ValueError as error:
+                # Too few rows for a fit, or none that the hardware could have run.
+                raise InvalidInputError(f"{path}: {error}") from None
 
         return kernels
     if set(layers.COLUMNS) <= header:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pipeline 1, node 4: g6.12xlarge (aws/us-west-2/g6.12xlarge/on_demand)
-# Layers 68-74 on GPU 0,1, 75-79 on GPU 2,3
+# Pipeline 1, node 4: g5.12xlarge (aws/us-west-2/g5.12xlarge/on_demand)
+# Layers 65-73 on GPU 0,1, 74-79 on GPU 2,3
 set -euo pipefail
 
 # Private addresses of this machine and of the pipeline's first. vLLM's own queues speak pickle over TCP:
@@ -11,7 +11,7 @@ model=meta-llama/Llama-3.1-70B
 model="${HETPLAN_MODEL:-$model}"
 
 export VLLM_HOST_IP="$HETPLAN_PIPELINE_1_NODE_4"
-export VLLM_PP_LAYER_PARTITION=7,7,10,10,7,7,10,10,7,5
+export VLLM_PP_LAYER_PARTITION=7,8,9,9,8,8,8,8,9,6
 
 arguments=(
   "$model"
@@ -20,9 +20,9 @@ arguments=(
   --tensor-parallel-size=2
   --pipeline-parallel-size=10
   --max-model-len=995
-  --max-num-seqs=600
+  --max-num-seqs=710
   --max-num-batched-tokens=2048
-  --kv-cache-memory-bytes=14389124841
+  --kv-cache-memory-bytes=13114748317
   --dtype=bfloat16
   --shutdown-timeout=120
   --distributed-executor-backend=mp
