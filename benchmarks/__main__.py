@@ -8,10 +8,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import hetplan as hp
 from benchmarks.clusters import GPUS_24, GPUS_76, WORKLOAD
+from benchmarks.predict_then_measure import predict_then_measure
 from hetplan.api import make_problem
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.placement.dp_beam import DpBeam
@@ -100,11 +105,31 @@ def auto() -> None:
 
 
 def predictions() -> None:
-    """One prediction, alone."""
-    taken = (
-        seconds(lambda: [hp.predict("llama-3.1-70b", "H100", tensor_parallel=4, batch=b) for b in range(1, 101)]) / 100
-    )
-    print(f"\n## predict\n\n{taken * 1e3:.2f} ms a prediction, alone")
+    """Predictions alone and in bulk, and what fitted kernels cost a search beside the paper's roofline."""
+    print("\n## predict\n\n| model | schedule | alone, ms | in bulk, ms |\n|---|---|---|---|")
+    rng = np.random.default_rng(0)
+    many = {"batch": rng.integers(1, 200, 2000), "input_tokens": rng.integers(100, 2048, 2000),
+            "output_tokens": rng.integers(10, 800, 2000)}  # fmt: skip
+    for model, gpu, degree in (("llama-3.1-8b", "L40S", 1), ("llama-3.1-70b", "H100", 4), ("deepseek-v3", "H200", 8)):
+        for schedule in ("static", "in_flight", "closed_loop"):
+            asked: dict[str, Any] = {"tensor_parallel": degree, "schedule": schedule}
+            one, several = (
+                partial(hp.predict, model, gpu, **asked),
+                partial(hp.predict_many, model, gpu, **many, **asked),
+            )
+            alone = seconds(partial(_each_batch, one)) / 100
+            bulk = seconds(several) / 2000
+            print(f"| {model} | {schedule} | {alone * 1e3:.2f} | {bulk * 1e3:.4f} |")
+    print("\n| 24 GPUs, auto | calibrated, s | paper, s | ratio |\n|---|---|---|---|")
+    for model in ("llama-3.1-70b", "qwen3-32b", "llama-3.1-8b"):
+        plan = partial(hp.optimize, model=model, cluster=GPUS_24, workload=WORKLOAD)
+        taken = [seconds(partial(plan, estimator=name)) for name in ("calibrated", "paper")]
+        print(f"| {model} | {taken[0]:.3f} | {taken[1]:.3f} | {taken[0] / taken[1]:.2f} |")
+
+
+def _each_batch(predict: Callable[..., object]) -> None:
+    for batch in range(1, 101):
+        predict(batch=batch)
 
 
 def demo() -> None:
@@ -125,8 +150,10 @@ def demo() -> None:
 def main() -> None:
     """Run all, or those named on the command line."""
     sections = {f.__name__: f for f in (algorithm_1, growth, auto, predictions, demo)}
+    # Only when named: they need vLLM's environment.
+    engines = {f.__name__: f for f in (predict_then_measure,)}
     for name in sys.argv[1:] or sections:
-        sections[name]()
+        (sections | engines)[name]()
 
 
 if __name__ == "__main__":

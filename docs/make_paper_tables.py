@@ -216,17 +216,21 @@ TABLES = {
 }
 
 
+def replace_block(page: Path, name: str, content: str) -> None:
+    """Put a table between its two marks in a page."""
+    text = page.read_text(encoding="utf-8")
+    pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"{page.name} has no place for the table {name!r}")
+    page.write_text(pattern.sub(lambda found: f"{found[1]}\n{content}\n\n{found[2]}", text), encoding="utf-8")
+
+
 def main() -> None:
+    """Run the script."""
     for options in (SEARCHES[1][1], SEARCHES[4][1]):
         plan("llama-3.2-1b", "calibrated", **options)
-    text = PAGE.read_text(encoding="utf-8")
     for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise SystemExit(f"{PAGE.name} has no place for the table {name!r}")
-        content = make()
-        text = pattern.sub(lambda found, content=content: f"{found[1]}\n{content}\n\n{found[2]}", text)
-    PAGE.write_text(text, encoding="utf-8")
+        replace_block(PAGE, name, make())
 
 
 if __name__ == "__main__":

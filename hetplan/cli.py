@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from hetplan import __version__
+from hetplan.cli_calibrate import add_calibrate
 from hetplan.cli_measure import add_commands
 from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError
 
@@ -77,6 +78,9 @@ def optimize(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, tokens.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random choices.")] = None,
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="Own calibration of a GPU; repeat for several.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -84,7 +88,7 @@ def optimize(
 
     def run() -> dict[str, Any]:
         import hetplan as hp
-        from hetplan.problem.files import read_problem_file
+        from hetplan.problem.files import read_calibrations, read_problem_file
         from hetplan.report import plan_tables
 
         described = {
@@ -130,6 +134,8 @@ def optimize(
             "beam_width": beam_width,
         }
         arguments |= {name: value for name, value in given.items() if value is not None}
+        if calibration:
+            arguments["calibrations"] = arguments.get("calibrations", {}) | read_calibrations(calibration)
         with _progress(arguments.get("time_limit_s", 60.0)) as on_incumbent:
             plan = hp.optimize(**arguments, on_incumbent=on_incumbent)
             free = hp.optimize(**(arguments | {"engine": None})) if arguments.get("engine") is not None else None
@@ -163,14 +169,29 @@ def predict(
     kv_dtype: Annotated[str | None, typer.Option(help="Format of the KV cache.")] = None,
     instance_type: Annotated[str | None, typer.Option(help="Host, for its links.")] = None,
     estimator: Annotated[str, typer.Option(help="calibrated or paper.")] = "calibrated",
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="Own calibration of a GPU; repeat for several.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Whose steps, such as vllm; those that the calibration holds.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict how fast one replica runs a static batch."""
 
     def run() -> dict[str, Any]:
         import hetplan as hp
+        from hetplan.catalog.tables import gpu_name
+        from hetplan.problem.files import read_calibrations
         from hetplan.report import replica_table
 
+        own = None
+        if calibration:
+            found = read_calibrations(calibration)
+            own = found.get(gpu_name(gpu))
+            if own is None:
+                raise InvalidInputError(f"no calibration of {gpu_name(gpu)}: the files are of {', '.join(found)}")
+        timed = own.step_overheads[0].engine if own is not None and own.step_overheads else None
         prediction = hp.predict(
             model,
             gpu,
@@ -182,6 +203,8 @@ def predict(
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             instance_type=instance_type,
+            calibration=own,
+            engine=engine or timed,
             estimator=estimator,  # type: ignore[arg-type]
         )
         _console.print(replica_table(prediction))
@@ -453,6 +476,7 @@ def _answer(run: Callable[[], Any], as_json: bool) -> None:
     raise typer.Exit(code)
 
 
+add_calibrate(app, answer=_answer, console=_console, today=_today)
 add_commands(app, answer=_answer, console=_console, today=_today, version=__version__)
 
 

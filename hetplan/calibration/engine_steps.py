@@ -24,7 +24,7 @@ ENGINE = "vllm"
 _NARROW = {"hidden_size": 256, "intermediate_size": 704, "heads": 4, "kv_heads": 2, "vocabulary_size": 2000}
 SMALL_DECODERS = (
     Decoder.from_dict(_NARROW | {"layers": 2, "repeats": 5}),
-    Decoder.from_dict(_NARROW | {"layers": 12, "repeats": 5}),
+    Decoder.from_dict(_NARROW | {"layers": 12}),
 )
 
 
@@ -45,7 +45,9 @@ def fit_step_overheads(calibration: Calibration, timings: Sequence[DecoderTiming
     """
     layers = np.array([timing.decoder.layers for timing in timings], dtype=np.float64)
     if len(set(layers.tolist())) < 2:
-        raise InvalidInputError("what a layer costs shows in decoders of different numbers of layers; time two at least")
+        raise InvalidInputError(
+            "what a layer costs shows in decoders of different numbers of layers; time two at least"
+        )
     usual = get_step_overheads(ENGINE)
     none = usual.replace(step_s=0.0, layer_s=0.0, prefill_step_s=0.0, prefill_layer_s=0.0)
     bare = calibration.replace(step_overheads=(none,))

@@ -14,7 +14,7 @@ from hetplan.calibration.attention import (
     fit_prefill_attention,
 )
 from hetplan.calibration.collectives import fit_all_reduce, merge_all_reduces
-from hetplan.calibration.gemm import choose_gemm_points, fit_gemm
+from hetplan.calibration.gemm import MAX_POINTS, choose_gemm_points, fit_gemm, served_from_memory
 from hetplan.calibration.tables import DTYPE_LABELS, MICROSECOND, KernelTables, attention_table, read_kernel_tables
 from hetplan.catalog.calibration import Calibration, Quantity
 from hetplan.catalog.dtypes import Dtype
@@ -127,13 +127,30 @@ def _gemms(spec: GpuSpec, frame: DataFrame | None, engine: str | None, reference
     if frame is None:
         return ()
     fits = []
-    for label, rows in frame.groupby("dtype", sort=True):
+    for label in sorted({str(name) for name in frame["dtype"]}):
+        rows = frame[frame["dtype"] == label]
         if label not in DTYPE_LABELS or spec.runs_as(DTYPE_LABELS[label].dtype) != DTYPE_LABELS[label].dtype:
             continue
         chosen = choose_engine(rows, engine)
-        mine = rows[rows["engine"] == chosen].groupby(["m", "n", "k"], as_index=False)["latency_us"].median()
-        fits.append(fit_gemm_rows(spec, mine, str(label), chosen, reference)[0])
+        mine = rows[rows["engine"] == chosen].groupby(["m", "n", "k"])["latency_us"].median().reset_index()
+        fits.append(fit_gemm_rows(spec, _from_memory(spec, mine, label), label, chosen, reference)[0])
     return tuple(sorted(fits, key=lambda fit: fit.dtype))
+
+
+def _from_memory(spec: GpuSpec, rows: DataFrame, label: str) -> DataFrame:
+    """Rows whose weights were never read faster than the memory can: a benchmark may find the others in a cache.
+
+    The largest matrix that was, and every smaller one, are left out: between two layers of a model other layers pass,
+    and no cache holds the weights.
+    """
+    _, weight_bits, activation_bits = DTYPE_LABELS[label]
+    shapes = rows[["m", "n", "k"]].to_numpy(dtype=np.float64)
+    seconds = rows["latency_us"].to_numpy(dtype=np.float64) * MICROSECOND
+    real = served_from_memory(shapes, seconds, spec.bandwidth_bytes_per_s, weight_bits, activation_bits)
+    weights = shapes[:, 1] * shapes[:, 2]
+    kept = weights > weights[~real].max(initial=0.0)
+    # Where that leaves too little to fit, the fit itself leaves single points out.
+    return rows[kept].reset_index(drop=True) if kept.sum() >= MAX_POINTS else rows
 
 
 def attention_fits(
@@ -141,16 +158,18 @@ def attention_fits(
 ) -> tuple[PrefillAttentionFit | None, DecodeAttentionFit | None]:
     """Fits of prefill and decode attention, None where there is no table."""
     flops = max(spec.dense_flops.get(dtype, 0.0) for dtype in ("bf16", "fp16"))
-    peaks = {"peak_flops": flops, "peak_bytes_per_s": spec.bandwidth_bytes_per_s}
+    bandwidth = spec.bandwidth_bytes_per_s
     prefill = decode = None
     frame = tables.frames.get("attn_prefill")
     if frame is not None:
         table = attention_table(frame[frame["engine"] == choose_engine(frame, engine)], "prefill")
-        prefill = fit_prefill_attention(table.rows(choose_prefill_points(table)), **peaks)
+        points = table.rows(choose_prefill_points(table))
+        prefill = fit_prefill_attention(points, peak_flops=flops, peak_bytes_per_s=bandwidth)
     frame = tables.frames.get("attn_decode")
     if frame is not None:
         table = attention_table(frame[frame["engine"] == choose_engine(frame, engine)], "decode")
-        decode = fit_decode_attention(table.rows(choose_decode_points(table)), **peaks)
+        points = table.rows(choose_decode_points(table))
+        decode = fit_decode_attention(points, peak_flops=flops, peak_bytes_per_s=bandwidth)
     return prefill, decode
 
 
@@ -160,7 +179,8 @@ def all_reduce_curves(frame: DataFrame | None, reference: str, host: str | None 
         return ()
     curves = []
     rows = frame[frame["op_name"] == "all_reduce"]
-    for size, group in rows.groupby("num_gpus"):
+    for size in sorted({int(count) for count in rows["num_gpus"]}):
+        group = rows[rows["num_gpus"] == size]
         found = []
         for library in sorted(group["lib"].unique(), key=lambda name: (not str(name).startswith("vllm"), str(name))):
             if str(library).startswith("trtllm") and group["lib"].nunique() > 1:
@@ -171,7 +191,7 @@ def all_reduce_curves(frame: DataFrame | None, reference: str, host: str | None 
                     mine["bytes"],
                     mine["latency_us"].to_numpy(dtype=np.float64) * MICROSECOND,
                     host=host,
-                    tensor_parallel=int(size),
+                    tensor_parallel=size,
                     library=str(library),
                     source="measured",
                     reference=reference,

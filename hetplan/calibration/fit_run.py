@@ -172,10 +172,10 @@ def _attention(
     else:
         flops = max(spec.dense_flops.get(dtype, 0.0) for dtype in ("bf16", "fp16"))
         peaks = Peaks(flops, spec.bandwidth_bytes_per_s)
-    given = {"peak_flops": peaks.flops, "peak_bytes_per_s": peaks.bytes_per_s}
+    flops, bandwidth = peaks
     return (
-        None if prefill is None else fit_prefill_attention(prefill, **given),
-        None if decode is None else fit_decode_attention(decode, **given),
+        None if prefill is None else fit_prefill_attention(prefill, peak_flops=flops, peak_bytes_per_s=bandwidth),
+        None if decode is None else fit_decode_attention(decode, peak_flops=flops, peak_bytes_per_s=bandwidth),
     )
 
 

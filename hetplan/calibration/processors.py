@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hetplan.calibration.attention import AttentionTable, fit_decode_attention, fit_prefill_attention
+from hetplan.calibration.attention import AttentionTable, FloatArray, fit_decode_attention, fit_prefill_attention
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
 from hetplan.catalog.kernels import DecodeAttentionFit, GemmFit, PrefillAttentionFit
 from hetplan.errors import InvalidInputError
@@ -88,7 +88,9 @@ def fit_serial_gemm(
     tokens, outputs, inputs = (np.asarray(size, dtype=np.float64) for size in (m, n, k))
     seconds = np.asarray(latency_s, dtype=np.float64)
     if len(seconds) < 3:
-        raise InvalidInputError(f"{len(seconds)} GEMM points in {dtype}: launch, FLOP/s and bytes/s need three at least")
+        raise InvalidInputError(
+            f"{len(seconds)} GEMM points in {dtype}: launch, FLOP/s and bytes/s need three at least"
+        )
     width = DTYPE_BITS[dtype]
     flops = 2 * tokens * outputs * inputs
     moved = (outputs * inputs + tokens * inputs) * (width / BITS_PER_BYTE) + tokens * outputs * (
@@ -122,15 +124,15 @@ def fit_serial_gemm(
     )
 
 
-def _not_negative(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
+def _not_negative(terms: FloatArray, seconds: FloatArray) -> list[float]:
     """Coefficients of the terms, none below zero, that miss the logs of the times least; large misses count less."""
     from scipy.optimize import least_squares, nnls
 
     start, _ = nnls(terms / seconds[:, None], np.ones_like(seconds))
     kept = start > 0
 
-    def misses(logs: np.ndarray) -> np.ndarray:
-        return np.log(terms[:, kept] @ np.exp(logs)) - np.log(seconds)
+    def misses(logs: FloatArray) -> FloatArray:
+        return np.asarray(np.log(terms[:, kept] @ np.exp(logs)) - np.log(seconds), dtype=np.float64)
 
     found = least_squares(misses, np.log(start[kept]), loss="soft_l1", f_scale=LOSS_SCALE)
     coefficients = np.zeros_like(start)

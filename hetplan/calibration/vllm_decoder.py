@@ -137,9 +137,8 @@ def time_decoders(
 
 
 def _time(decoder: Decoder) -> DecoderTiming:
-    """In this process, whose vLLM has no other engine now."""
+    """In this process, which has no other engine now."""
     from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(decoder.hugging_face()), encoding="utf-8")
@@ -181,9 +180,6 @@ def _time(decoder: Decoder) -> DecoderTiming:
         if repeat:
             prefills.append(seconds[0])
             decodes += seconds[1:]
-    del engine, llm
-    gc.collect()
-    cleanup_dist_env_and_memory()
     return DecoderTiming(decoder=decoder, prefill=_summary(prefills), decode=_summary(decodes))
 
 
@@ -192,11 +188,23 @@ def _summary(seconds: list[float]) -> StepTiming:
     return StepTiming(median_s=middle, fastest_s=min(seconds), relative_spread=(high - low) / middle)
 
 
+def _clean() -> None:
+    """Take down what is left of an engine, so that another can start. Takes seconds: not after the last."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
 def _main() -> None:
     # vLLM logs to stdout: it goes to stderr here, so that stdout holds the answer alone.
     answer_to = os.dup(1)
     os.dup2(2, 1)
-    timed = [_time(Decoder.from_dict(one)) for one in json.loads(sys.argv[1])]
+    timed: list[DecoderTiming] = []
+    for one in json.loads(sys.argv[1]):
+        if timed:
+            _clean()
+        timed.append(_time(Decoder.from_dict(one)))
     with os.fdopen(answer_to, "w", encoding="utf-8") as answer:
         answer.write(json.dumps([timing.model_dump() for timing in timed]))
 

@@ -248,7 +248,7 @@ def get_calibration(gpu: str | GpuSpec) -> Calibration:
     Examples
     --------
     >>> get_calibration("L4").compute_flops["bf16"].source
-    'measured'
+    'published'
     >>> get_calibration("RTX4090").compute_flops["bf16"].source
     'datasheet'
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from hetplan.catalog.steps import StepOverheads
 from hetplan.estimator.base import FloatArray
 from hetplan.estimator.communication import AllReduce, all_gather_s, all_reduce_for
 from hetplan.estimator.gemm import gemm_seconds
+from hetplan.estimator.identity import Same
 from hetplan.estimator.rates import compute_rate
 from hetplan.estimator.usual import Peaks, peaks_behind, usual_decode_attention, usual_gemm, usual_prefill_attention
 from hetplan.units import BITS_PER_BYTE
@@ -134,6 +136,12 @@ class GroupKernels:
         if self.all_reduce is None:
             return np.zeros_like(gathered_bytes)
         return all_gather_s(gathered_bytes, self.all_reduce.link, self.degree)
+
+
+@lru_cache(maxsize=512)
+def group_kernels(model: Same, machine: Same, degree: int, calibration: Same, overheads: Same) -> GroupKernels:
+    """The kernels of a group, bound once for all problems that share the records."""
+    return GroupKernels(model.value, machine.value, degree, calibration.value, overheads.value)
 
 
 def _columns(fit: GemmFit, rows: Sequence[tuple[float, float, float, int, int]]) -> LayerGemms:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
 from hetplan.catalog.model import ModelSpec
 from hetplan.errors import InvalidInputError, nearest_names
@@ -30,7 +31,7 @@ _PLAIN_KEYS = (
     "max_num_seqs",
     "max_num_batched_tokens",
 )
-_KEYS = ("model", "cluster", "workload", "slo", *_PLAIN_KEYS)
+_KEYS = ("model", "cluster", "workload", "slo", "calibrations", *_PLAIN_KEYS)
 
 
 def read_problem_file(path: str | Path) -> dict[str, Any]:
@@ -39,9 +40,10 @@ def read_problem_file(path: str | Path) -> dict[str, Any]:
     Parameters
     ----------
     path : path
-        YAML with the keys ``model``, ``cluster``, ``workload`` and, optionally, ``slo`` and any option of
-        `hetplan.optimize`. ``model`` is a name or a path to a config.json; ``cluster`` a path to a cluster file or
-        its content; ``workload`` its fields, or ``trace`` (a path) with ``max_input_tokens``.
+        YAML with the keys ``model``, ``cluster``, ``workload`` and, optionally, ``slo``, ``calibrations`` and any
+        option of `hetplan.optimize`. ``model`` is a name or a path to a config.json; ``cluster`` a path to a cluster
+        file or its content; ``workload`` its fields, or ``trace`` (a path) with ``max_input_tokens``;
+        ``calibrations`` a list of paths to calibration files.
 
     Returns
     -------
@@ -68,7 +70,31 @@ def read_problem_file(path: str | Path) -> dict[str, Any]:
     arguments["workload"] = _workload(content["workload"], file)
     if content.get("slo") is not None:
         arguments["slo"] = Slo.from_dict(content["slo"])
+    if content.get("calibrations") is not None:
+        paths = content["calibrations"]
+        if not isinstance(paths, list) or not all(isinstance(name, str) for name in paths):
+            raise InvalidInputError(f"{path}: calibrations is a list of paths, got {paths!r}")
+        arguments["calibrations"] = read_calibrations(file.parent / name for name in paths)
     return arguments
+
+
+def read_calibrations(paths: Iterable[str | Path]) -> dict[str, Calibration]:
+    """Calibration files by GPU.
+
+    Raises
+    ------
+    InvalidInputError
+        If one cannot be read or was changed, or two are of the same GPU.
+    SchemaVersionError
+        If one has another schema version.
+    """
+    found: dict[str, Calibration] = {}
+    for path in paths:
+        calibration = Calibration.load(path)
+        if calibration.gpu in found:
+            raise InvalidInputError(f"{path}: a second calibration of {calibration.gpu}; give one for each GPU")
+        found[calibration.gpu] = calibration
+    return found
 
 
 def _model(value: object, file: Path) -> ModelSpec:

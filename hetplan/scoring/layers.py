@@ -2,13 +2,13 @@
 
 The table states neither how its prompt tokens fall into prompts, nor the context of its decodes, nor its hosts:
 
-- its times grow no faster than its prompt tokens, up to 7,500 of them, so they are several prompts. They are taken to
-  be of 763 tokens, the mean of the requests that Helix serves (Azure's conversations, prompts to 2,048 tokens);
-- decodes stand in the middle of such a request's answer of 232 tokens. Where KV is most of the time (the 30B model
-  has no grouped KV heads), A100 and T4 alike show a context near it;
-- cloud machines with L4 and T4 have no peer-to-peer between GPUs, so a pair is as fast as the default PCIe host's
-  groups beyond pairs, whose GPUs have none either;
-- its A100 is the 40 GB part, by its bandwidth.
+- its times grow no faster than its prompt tokens, up to 7,500 of them, so they are several prompts;
+- every row is scored under two assumptions, in groups of their own: prompts and contexts of 512 tokens, and those of
+  the requests that Helix serves (Azure's conversations, prompts to 2,048 tokens: 763 tokens, and 879 in the middle of
+  an answer of 232). Where KV is most of the time (the 30B model has no grouped KV heads), A100 and T4 alike show a
+  context near the second;
+- its machines are Google Cloud's: A100 is the 40 GB part, and pairs of L4 and T4 have no peer-to-peer, so they are
+  taken to be as fast as the default PCIe host's groups beyond pairs, whose GPUs have none either.
 
 Engine steps are not in the table, so no engine's overheads matter but the time to launch a layer's prefill.
 """
@@ -40,8 +40,15 @@ COLUMNS = ("model", "gpu", "tp", "phase", "tokens_or_requests", "layer_ms")
 GPUS = {"A100": "A100-SXM4-40GB", "L4": "L4", "T4": "T4"}
 MODELS = {"llama1_30b": "llama-1-30b", "llama2_70b": "llama-2-70b"}
 
-PROMPT_TOKENS, ANSWER_TOKENS = 763.0, 232.0
-CONTEXT_TOKENS = PROMPT_TOKENS + ANSWER_TOKENS / 2
+
+class Assumed(NamedTuple):
+    """What the table does not say: tokens of a prompt, and cached before a decoded token."""
+
+    prompt_tokens: float
+    context_tokens: float
+
+
+ASSUMPTIONS = (Assumed(512, 512), Assumed(763, 763 + 232 / 2))
 
 # Llama 1 paper, table 2; the family's vocabulary, positions and MLP width are those of its checkpoints.
 _LLAMA_1_30B = {
@@ -100,12 +107,14 @@ def score_layers(
         except ValueError as error:
             raise InvalidInputError(f"{path}, line {line}: {error}") from None
         if found.seconds == 0:
-            count_left_out(left_out, _group(key), "rounded to 0 ms at source: no relative error")
+            for assumed in ASSUMPTIONS:
+                count_left_out(left_out, _group(key, assumed), "rounded to 0 ms at source: no relative error")
         else:
             alike.setdefault(key, []).append(found)
     scored = []
     for key, rows in alike.items():
-        scored += _score_alike(path.name, key, rows, calibrations or {})
+        for assumed in ASSUMPTIONS:
+            scored += _score_alike(path.name, key, rows, calibrations or {}, assumed)
     return scored, left_out
 
 
@@ -115,9 +124,10 @@ def _known(names: Mapping[str, str], name: str) -> str:
     return names[name]
 
 
-def _group(key: tuple[str, str, int, str]) -> str:
+def _group(key: tuple[str, str, int, str], assumed: Assumed) -> str:
     model, gpu, _, phase = key
-    load = f"prompts of {PROMPT_TOKENS:g} tokens" if phase == "prefill" else f"context {CONTEXT_TOKENS:g} tokens"
+    prefill = phase == "prefill"
+    load = f"prompts of {assumed.prompt_tokens:g} tokens" if prefill else f"context {assumed.context_tokens:g} tokens"
     return f"Helix layer, {gpu}, {model}, {phase}, {load}"
 
 
@@ -137,7 +147,7 @@ def _host(gpu: str) -> InstanceType:
 
 
 def _score_alike(
-    table: str, key: tuple[str, str, int, str], rows: list[_Row], own: Mapping[str, Calibration]
+    table: str, key: tuple[str, str, int, str], rows: list[_Row], own: Mapping[str, Calibration], assumed: Assumed
 ) -> list[Scored]:
     """Rows of one model, machine and phase."""
     model, gpu, degree, phase = key
@@ -153,9 +163,11 @@ def _score_alike(
     loads = np.array([row.tokens for row in rows])
     ours = replica(shipped, "calibrated")
     columns = {
-        "datasheet": _roofline(replica(datasheet_calibration(get_gpu(gpu)), "paper").estimator, key, spec, host, loads),
-        "paper": _roofline(replica(shipped, "paper").estimator, key, spec, host, loads),
-        "ours": _fitted(ours.estimator, key, spec, host, loads),
+        "datasheet": _roofline(
+            replica(datasheet_calibration(get_gpu(gpu)), "paper").estimator, key, spec, host, loads, assumed
+        ),
+        "paper": _roofline(replica(shipped, "paper").estimator, key, spec, host, loads, assumed),
+        "ours": _fitted(ours.estimator, key, spec, host, loads, assumed),
     }
     scored = []
     for at, row in enumerate(rows):
@@ -164,14 +176,14 @@ def _score_alike(
         unit = "tokens" if phase == "prefill" else "requests"
         scored.append(
             Scored(
-                group=_group(key),
+                group=_group(key, assumed),
                 label=f"{table}:{row.line} {model} {gpu} TP{degree} {phase} {row.tokens:g} {unit}",
                 measured=row.seconds,
                 **values,
                 low=low,
                 high=high,
                 source=ours.source,
-                peers=(*key[:2], phase, row.tokens),
+                peers=(*key[:2], phase, row.tokens, assumed),
                 gpus=degree,
                 is_time=True,
             )
@@ -179,39 +191,49 @@ def _score_alike(
     return scored
 
 
-def _prompts(tokens: FloatArray) -> FloatArray:
-    return np.maximum(1.0, tokens / PROMPT_TOKENS)
+def _prompts(tokens: FloatArray, assumed: Assumed) -> FloatArray:
+    return np.maximum(1.0, tokens / assumed.prompt_tokens)
 
 
 def _fitted(
-    estimator: Estimator, key: tuple[str, str, int, str], spec: ModelSpec, host: InstanceType, loads: FloatArray
+    estimator: Estimator,
+    key: tuple[str, str, int, str],
+    spec: ModelSpec,
+    host: InstanceType,
+    loads: FloatArray,
+    assumed: Assumed,
 ) -> FloatArray:
     if not isinstance(estimator, CalibratedEstimator):
         raise TypeError(f"{type(estimator).__name__} has no steps")
     if key[3] == "prefill":
-        prompts = _prompts(loads)
+        prompts = _prompts(loads, assumed)
         work = step_work(prompts=prompts, prompt_tokens=loads / prompts)
     else:
-        work = step_work(sequences=loads, context=CONTEXT_TOKENS)
+        work = step_work(sequences=loads, context=assumed.context_tokens)
     return estimator.layer_step_s(spec, 0, host, key[2], work)
 
 
 def _roofline(
-    estimator: Estimator, key: tuple[str, str, int, str], spec: ModelSpec, host: InstanceType, loads: FloatArray
+    estimator: Estimator,
+    key: tuple[str, str, int, str],
+    spec: ModelSpec,
+    host: InstanceType,
+    loads: FloatArray,
+    assumed: Assumed,
 ) -> FloatArray:
     """Table 2's layer: a batch of prompts, or one step at the context."""
     if not isinstance(estimator, LayerwiseEstimator):
         raise TypeError(f"{type(estimator).__name__} has no layers")
     seconds = []
     for tokens in loads.tolist():
-        prompts = float(_prompts(np.array(tokens))) if key[3] == "prefill" else tokens
+        prompts = float(_prompts(np.array(tokens), assumed)) if key[3] == "prefill" else tokens
         found = estimator.layer_seconds(
             spec,
             0,
             host,
             tensor_parallel=key[2],
             batch=np.array([prompts]),
-            input_tokens=tokens / prompts if key[3] == "prefill" else CONTEXT_TOKENS - 1,
+            input_tokens=tokens / prompts if key[3] == "prefill" else assumed.context_tokens - 1,
             output_tokens=1.0,
             phase="prefill" if key[3] == "prefill" else "decode",
         )

@@ -7,10 +7,10 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hetplan.base import Frozen
 from hetplan.errors import InvalidInputError
 from hetplan.files import read_lines
 from hetplan.scoring.score import Scored
@@ -20,8 +20,12 @@ _NUMBERS = ("measured", "datasheet", "paper", "ours", "low", "high")
 MAX_LEDGER_BYTES = 4 * GB
 
 
-class LedgerEntry(Frozen):
-    """One scored row. A method without a prediction, or a row without a band, has None there."""
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One scored row: seconds, or output tokens a second where the group is a throughput.
+
+    A method without a prediction, or a row without a band, has None there.
+    """
 
     date: datetime.date
     hetplan: str
@@ -109,12 +113,27 @@ def read_ledger(path: str | Path) -> Ledger:
         if not line.strip():
             continue
         try:
-            json.loads(line)
+            content = json.loads(line)
         except (ValueError, RecursionError):
             torn.append(number)
             continue
         try:
-            entries.append(LedgerEntry.from_json(line))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{path}, line {number}: {error}") from None
+            entries.append(_entry(content))
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"{path}, line {number}: not an entry of a ledger: {error}") from None
     return Ledger(tuple(entries), tuple(torn))
+
+
+def _entry(content: Any) -> LedgerEntry:
+    names = [field.name for field in fields(LedgerEntry)]
+    if not isinstance(content, dict) or set(content) != set(names):
+        raise ValueError(f"it holds {', '.join(names)}")
+    for name in _NUMBERS:
+        value = content[name]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number and (value is not None or name == "measured"):
+            raise ValueError(f"{name} is {value!r}; a number")
+    texts = ("hetplan", "group", "label", "source")
+    if not all(isinstance(content[name], str) for name in texts):
+        raise ValueError(f"{', '.join(texts)} are text")
+    return LedgerEntry(**(content | {"date": datetime.date.fromisoformat(content["date"])}))

@@ -32,6 +32,7 @@ RANKS = {
     "report": 6,
     "scoring": 6,
     "api": 7,
+    "cli_calibrate": 7,
     "cli_measure": 7,
     "cli": 8,
     "__main__": 9,
@@ -48,7 +49,7 @@ BESIDE = {
 
 # Heavy or dangerous packages, and the only modules, or rooms, that may import them.
 ALLOWED = {
-    "torch": ("hetplan.runtime", "hetplan.calibration.measure"),
+    "torch": ("hetplan.runtime", "hetplan.calibration.torch_backend", "hetplan.calibration.all_reduce_worker"),
     "ray": ("hetplan.runtime",),
     "aiohttp": ("hetplan.runtime",),
     "prometheus_client": ("hetplan.runtime",),

@@ -21,7 +21,8 @@ UNITS = (
 
 # Names whose unit is the whole name.
 UNIT_NAMES = {
-    "requests_per_s", "output_tokens_per_s", "usd_per_million_output_tokens", "tokens", "seconds", "bytes_per_s", "bytes",
+    "requests_per_s", "output_tokens_per_s", "usd_per_million_output_tokens", "tokens", "seconds", "bytes_per_s",
+    "bytes",
 }  # fmt: skip
 
 # Counts, degrees, sizes of matrices in elements, fractions, indices: numbers that have no unit, or that carry it in
@@ -30,16 +31,18 @@ PLAIN = {
     # fractions and ratios
     "fraction", "shares", "level", "gap", "percentile", "prefix_cache_hit_rate", "gpu_memory_utilization",
     "latency_penalty", "relative_spread", "kind_weights", "wave_fraction", "dispatch_fraction", "all_reduce_factor",
+    "overlap_power",
     # counts, degrees and indices
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",
     "micro_batch", "max_batch", "seed", "layer_pattern", "experts", "active_experts", "intra_node_links",
-    "sm_count", "cores", "threads", "line", "pipeline_parallel", "batch",
+    "sm_count", "cores", "threads", "line", "pipeline_parallel", "batch", "repeats",
     "other_parameter_count", "other_embedding_parameter_count", "final_norm_parameter_count",
     # tokens, as engines call them
     "max_model_len", "max_num_batched_tokens", "max_position_tokens", "window_tokens",
     # sizes of matrices, in elements
     "inputs", "outputs", "granularity", "heads", "kv_heads", "head_dim", "value_head_dim", "kv_latent_size",
     "kv_lora_rank", "index_heads", "index_head_dim", "residual_streams", "hidden_size", "vocabulary_size",
+    "intermediate_size",
     "group_inputs", "group_outputs", "bits", "fill_inputs",
     # the unit is in another field, or in the objective's name
     "objective", "bound", "value", "low", "high", "limit", "band", "shape", "parameters", "requests_per_s_change",

@@ -65,10 +65,16 @@ def test_a_torn_last_line_is_passed_over_and_costs_no_later_line(tmp_path: Path)
         assert len(entries) == len(kept) + 1
 
 
-def test_a_line_that_is_no_entry_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"date": "yesterday"}, {"date": 3}, {"measured": None}, {"ours": "1"}, {"low": True}, {"group": 1}, {"x": 1}],
+)
+def test_a_line_that_is_no_entry_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     path = tmp_path / "ledger.jsonl"
-    path.write_text('{"date": "2026-03-01"}\n', encoding="utf-8")
-    with pytest.raises(InvalidInputError, match="line 1: "):
+    append_to_ledger(path, [ROW], date=TODAY, version="1")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes) + "\n")
+    with pytest.raises(InvalidInputError, match="line 2: not an entry"):
         read_ledger(path)
 
 
