@@ -116,6 +116,7 @@ def build(data: Path) -> dict[str, Calibration]:
     helix_a100, helix_l4, helix_t4 = (helix_rates(data, name) for name in ("A100", "L4", "T4"))
     decode = f"weight bytes over time of a llama2-70b decode layer at 2 requests, rounded to 0.1 ms at source: {HELIX}"
     prefill = f"whole prefill layers, attention included: {HELIX}"
+    a100_share = a100_fit.memory_bytes_per_s.value / a100.bandwidth_bytes_per_s
     share = h100_fit.memory_bytes_per_s.value / h100.bandwidth_bytes_per_s
     calibrations = [
         a100_fit,
@@ -125,7 +126,7 @@ def build(data: Path) -> dict[str, Calibration]:
         ),
         borrow(
             a100_fit, a100_pcie,
-            bytes_per_s=a100_fit.memory_bytes_per_s.value * a100_pcie.bandwidth_bytes_per_s / a100.bandwidth_bytes_per_s,
+            bytes_per_s=a100_pcie.bandwidth_bytes_per_s * a100_share,
             reference="its datasheet's bandwidth times the share of its own that A100-SXM4-80GB reaches",
         ),
         h100_fit,
@@ -138,8 +139,8 @@ def build(data: Path) -> dict[str, Calibration]:
             gpu=l4.name,
             compute_flops=sixteen_bit(
                 l4, 55e12, "published",
-                "ShuntServe, section 7.1.5, about 55 TFLOP/s in GEMMs; Helix's whole prefill layers, attention included, "
-                f"run at {helix_l4[0] / 1e12:.0f}",
+                "ShuntServe, section 7.1.5, about 55 TFLOP/s in GEMMs; Helix's whole prefill layers, attention "
+                f"included, run at {helix_l4[0] / 1e12:.0f}",
             ),
             memory_bytes_per_s=quantity(helix_l4[1], "measured", decode),
             kernel_s=kernel,

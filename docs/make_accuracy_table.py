@@ -29,7 +29,8 @@ def row(group: GroupScore) -> str:
     rank = f"{group.pairs_right['ours']}/{group.pairs_ranked}" if group.pairs_ranked else ""
     band = "" if math.isnan(group.inside_band) else f"{percent(group.inside_band)} in ±{percent(group.half_width)}"
     bias = f"{100 * group.bias['ours']:+.1f}"
-    return f"| {group.group} | {group.rows} | {errors} | {percent(group.median_error['ours'])} | {bias} | {band} | {rank} |"
+    median = percent(group.median_error["ours"])
+    return f"| {group.group} | {group.rows} | {errors} | {median} | {bias} | {band} | {rank} |"
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from hetplan.estimator.usual import Prior
 # In the log: a length scale of m, n or k, how far the three terms are off between shapes, and one measurement. Points
 # of one shape differ by a tenth between runs on a machine that others use.
 CORRECTION_REACH = 1.0
-CORRECTION_SPREAD = 0.1
-POINT_SCATTER = 0.1
+CORRECTION_SPREAD = 0.12
+POINT_SCATTER = 0.08
 # Points pull by their error in the log, beyond this linearly.
 LOSS_SCALE = 0.1
 # A rate that the points do not bound: as many times the largest that they show.

@@ -105,8 +105,9 @@ def predict_replicas(
 
 
 def _check_load(model: ModelSpec, batch: float, input_tokens: float, output_tokens: float) -> None:
-    for name, value in (("batch", batch), ("input_tokens", input_tokens), ("output_tokens", output_tokens)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    given: dict[str, object] = {"batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
             raise InvalidInputError(f"{name}={value!r}: a positive number is needed")
     if batch != int(batch):
         raise InvalidInputError(f"batch={batch!r}: a whole number from 1 is needed")

@@ -47,7 +47,8 @@ def chunked_scan_s(
     moved = tokens * 2 * (heads * value + groups * key) * dtype_bytes(model.base_dtype)
     moved = moved + 2 * chunks * attention.state_bytes_per_sequence(kernels.degree, model.base_dtype)
     compute = sequences * tokens * heads * flops / kernels.flops
-    return np.maximum(compute, sequences * moved / kernels.bytes_per_s) + kernels.kernel_s
+    seconds = np.maximum(compute, sequences * moved / kernels.bytes_per_s) + kernels.kernel_s
+    return np.asarray(seconds, dtype=np.float64)
 
 
 def indexer_s(

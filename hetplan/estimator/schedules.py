@@ -157,4 +157,5 @@ def _round(
 ) -> FloatArray:
     """(N,) seconds until each micro-batch has made a step."""
     each = _through(problem, estimator, stages, work)
-    return np.maximum(len(stages) * each.max(axis=0), each.sum(axis=0)) if len(stages) > 1 else each[0]
+    whole = np.maximum(len(stages) * each.max(axis=0), each.sum(axis=0)) if len(stages) > 1 else each[0]
+    return np.asarray(whole, dtype=np.float64)

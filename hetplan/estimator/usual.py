@@ -121,6 +121,7 @@ def usual_gemm(
 
 
 def gemm_defaults(activation_bits: float) -> dict[str, Default]:
+    """What is usual of 16-bit activations, or of those that are quantised first."""
     return DEFAULTS if activation_bits >= OUTPUT_BITS else QUANTISED_DEFAULTS
 
 
@@ -168,6 +169,7 @@ def prefill_fields(values: Mapping[str, float], flops: float, bandwidth: float) 
 
 
 def decode_fields(values: Mapping[str, float], flops: float, bandwidth: float) -> dict[str, Any]:
+    """Fields of a decode attention fit from shares of the peaks; ``cache_gain`` is over memory."""
     return {
         "launch_s": values["launch_s"],
         "split_s": values["split_s"],
