@@ -23,11 +23,14 @@ from hetplan.catalog.hardware import GpuSpec
 from hetplan.catalog.kernels import AllReduceCurve, DecodeAttentionFit, GemmFit, PrefillAttentionFit
 from hetplan.catalog.tables import datasheet_calibration, get_gpu, list_gpus
 from hetplan.errors import InvalidInputError
-from hetplan.estimator.usual import DEFAULTS, Peaks
+from hetplan.estimator.gemm import OUTPUT_BITS
+from hetplan.estimator.usual import DEFAULTS, QUANTISED_DEFAULTS, Peaks, gemm_defaults
 
 _LIBRARY: dict[Kind, str] = {"cuda": "nccl", "rocm": "rccl", "cpu": "gloo"}
 # A launch cannot be told from nothing below this.
 _LEAST_KERNEL_S = 1e-7
+# The pass that quantises activations: a run times the kernel behind it, which takes them quantised.
+_QUANTISING = ("quantise_row_s", "quantise_rate")
 _TWINS: dict[Dtype, Dtype] = {"bf16": "fp16", "fp16": "bf16"}
 
 
@@ -114,7 +117,8 @@ def _gemm(run: MeasuredRun, spec: GpuSpec | None, dtype: Dtype, points: Sequence
         threads = run.device.threads or 1
         return fit_serial_gemm(m, n, k, seconds, threads=threads, dtype=dtype, engine=engine, source=source)
     peaks = _peaks(run, spec, dtype)
-    return fit_gemm(
+    bits = DTYPE_BITS[dtype]
+    fit = fit_gemm(
         m,
         n,
         k,
@@ -124,10 +128,15 @@ def _gemm(run: MeasuredRun, spec: GpuSpec | None, dtype: Dtype, points: Sequence
         sm_count=None if spec is None else spec.sm_count,
         engine=engine,
         dtype=dtype,
-        weight_bits=DTYPE_BITS[dtype],
-        activation_bits=DTYPE_BITS[dtype],
+        weight_bits=bits,
+        activation_bits=bits,
         source=source,
+        defaults={name: value for name, value in gemm_defaults(bits).items() if name not in _QUANTISING},
     )
+    if bits >= OUTPUT_BITS:
+        return fit
+    row_s, rate = (QUANTISED_DEFAULTS[name].value for name in _QUANTISING)
+    return fit.replace(quantise_row_s=row_s, quantise_bytes_per_s=rate * peaks.bytes_per_s)
 
 
 def _peaks(run: MeasuredRun, spec: GpuSpec | None, dtype: Dtype) -> Peaks:

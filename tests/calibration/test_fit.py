@@ -58,7 +58,7 @@ def gpu_truth() -> tuple[GemmFit, Attention]:
     return gemm, (prefill, usual_decode_attention(PEAK_FLOPS, PEAK_BYTES_PER_S))
 
 
-def seconds_of(task: Task, gemm: GemmFit, attention: Attention) -> float:
+def seconds_of(task: Task, gemm: GemmFit, attention: Attention | None) -> float:
     s = task.shape
     if task.operation in ("gemm", "gemv"):
         return float(gemm_seconds(gemm, s["m"], s["n"], s["k"]))
@@ -66,6 +66,7 @@ def seconds_of(task: Task, gemm: GemmFit, attention: Attention) -> float:
         return 2 * KERNEL_S + 10 * s["tokens"] * s["hidden"] / (0.79 * PEAK_BYTES_PER_S)
     if task.operation == "all_reduce":
         return 1e-5 + s["message_bytes"] / 2e11
+    assert attention is not None
     shape = {name: s[name] for name in ("heads", "kv_heads", "head_dim")} | {"value_head_dim": s["head_dim"]}
     if task.operation == "attention_prefill":
         told = {"sequences": s["batch"], "tokens": s["tokens"], "context": s["tokens"]}
@@ -155,6 +156,22 @@ def test_a_gpu_that_the_catalogue_lacks_takes_its_peaks_from_the_run() -> None:
     assert found.memory_bytes_per_s.value == pytest.approx(0.79 * PEAK_BYTES_PER_S, rel=0.1)
     # Told that it is a catalogued one, it has that one's datasheet for the rest.
     assert fit_run(run, "h200-sxm-141gb").compute_flops["fp8"].source == "datasheet"
+
+
+def test_quantising_activations_is_added_to_kernels_that_take_them_quantised() -> None:
+    bare = usual_gemm(1400e12, PEAK_BYTES_PER_S, sm_count=132, dtype="fp8", weight_bits=8, activation_bits=8)
+    bare = bare.replace(quantise_row_s=0.0, quantise_bytes_per_s=None)
+    tasks = tasks_for("cuda", dtypes=("fp8",), operations=("gemm", "gemv"), budget_bytes=20 * GIB)
+    points = [
+        CalibrationPoint(operation=task.operation, dtype="fp8", shape=task.shape, seconds=seconds_of(task, bare, None))
+        for task in tasks
+    ]
+    run = MeasuredRun(device=H100.replace(dtypes=("bf16", "fp8")), points=tuple(points), elapsed_s=1.0)
+    (found,) = fit_run(run).gemms
+    load = (3000.0, 6000.0, 6000.0)
+    fused = found.replace(quantise_row_s=0.0, quantise_bytes_per_s=None)
+    assert float(gemm_seconds(fused, *load)) == pytest.approx(float(gemm_seconds(bare, *load)), rel=0.1)
+    assert float(gemm_seconds(found, *load)) > 1.02 * float(gemm_seconds(fused, *load))
 
 
 @pytest.mark.parametrize(
