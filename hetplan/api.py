@@ -446,14 +446,25 @@ def predict_many(
 
     Parameters
     ----------
+    model, gpu
+        As in `predict`.
     batch, input_tokens, output_tokens : array_like
         Broadcast together to (N,).
+    tensor_parallel, pipeline_parallel, weight_dtype, kv_dtype, instance_type, engine, calibration, schedule
+        As in `predict`.
+    estimator, gpu_memory_utilization
+        As in `predict`.
 
     Returns
     -------
     pandas.DataFrame
         (N, ...) the loads, ``max_batch``, and each figure with its band (``ttft_s``, ``ttft_s_low``, ...); NaN where
         not even one such sequence fits.
+
+    Raises
+    ------
+    InvalidInputError
+        As `predict`; also for arrays that do not broadcast, or hold anything but positive numbers.
     """
     import pandas
 

@@ -48,7 +48,7 @@ def test_measured_rates() -> None:
     assert l4.datasheet_parts() == ()
     l40s = get_calibration("L40S")
     # The rows that fit into the L2 would say more than the DRAM can give.
-    assert 0.8 * 864e9 < l40s.memory_bytes_per_s.value < 864e9
+    assert 0.75 * 864e9 < l40s.memory_bytes_per_s.value < 864e9
     assert l40s.compute_flops["fp8"].source == "measured"
 
 

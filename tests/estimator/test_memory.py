@@ -45,7 +45,7 @@ def test_memory_is_what_the_engine_logged(model: str, data_dir: Path) -> None:
     with (data_dir / "vllm_memory.csv").open(encoding="utf-8", newline="") as file:
         (row,) = [row for row in csv.DictReader(file) if row["model"] == model]
     name, dtype = LOGGED[model]
-    # What was used in all, over what there is. One row states 0.9 and adds up to 0.95: at 0.9 it could not have started.
+    # What was used in all, over what there is. One row states 0.9 and adds up to 0.95: at 0.9 it had not started.
     parts = ("weights_gib", "activation_peak_gib", "non_torch_gib", "kv_cache_gib")
     share = sum(float(row[part]) for part in parts) / float(row["gpu_total_gib"])
     assert share == pytest.approx(0.95 if name == "gpt-oss-120b" else float(row["gpu_memory_utilization"]), abs=0.001)

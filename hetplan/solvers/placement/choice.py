@@ -12,6 +12,9 @@ from hetplan.estimator.pipeline import PipelineRates, StageShape, micro_batch, p
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import PipelineChoice
 
+# Times summed in another order differ in their last digits: a limit that a plan just reaches is kept.
+LIMIT_TOLERANCE = 1e-9
+
 
 def value_of(problem: PlacementProblem, rates: PipelineRates) -> FloatArray:
     """(B,) requests/s after the latency penalty of eq. 7; minus infinity where a hard limit is broken."""
@@ -22,7 +25,7 @@ def value_of(problem: PlacementProblem, rates: PipelineRates) -> FloatArray:
     ratios = [measured[name] / limit for name, limit in problem.slo.limits().items()]
     excess = np.maximum(np.max(ratios, axis=0) - 1.0, 0.0)
     if problem.slo.hard:
-        return np.where(excess > 0, -np.inf, value)
+        return np.where(excess > LIMIT_TOLERANCE, -np.inf, value)
     return np.asarray(value * (1.0 - problem.latency_penalty * excess))
 
 

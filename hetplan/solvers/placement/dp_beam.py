@@ -31,7 +31,7 @@ from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution, check_count, check_time_limit
 from hetplan.solvers.placement.beam import beam_search, pack_seconds
 from hetplan.solvers.placement.bound import refuse_infeasible
-from hetplan.solvers.placement.choice import better, choose_batch, cost_of, objective_of
+from hetplan.solvers.placement.choice import LIMIT_TOLERANCE, better, choose_batch, cost_of, objective_of
 from hetplan.solvers.placement.tables import IntArray, Option, StageTables, build_tables, stage_options
 
 _NO_CAP = 2**31 - 1
@@ -237,7 +237,7 @@ class DpBeam:
         limit = self.max_stages or (most if whole else 16)
         stages = max(1, min(most, limit, problem.model.layer_count))
         slo = problem.slo
-        limits = {} if slo is None else slo.limits()
+        limits = {} if slo is None else {name: at * (1 + LIMIT_TOLERANCE) for name, at in slo.limits().items()}
         penalty = 0.0 if slo is None else (math.inf if slo.hard else problem.latency_penalty)
         score, found, _ = beam_search(
             self.beam_width,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pipeline 1, node 2: g6.12xlarge (aws/us-west-2/g6.12xlarge/on_demand)
-# Layers 33-40 on GPU 0,1, 41-48 on GPU 2,3
+# Pipeline 1, node 2: g5.12xlarge (aws/us-west-2/g5.12xlarge/on_demand)
+# Layers 32-40 on GPU 0,1, 41-48 on GPU 2,3
 set -euo pipefail
 
 # Private addresses of this machine and of the pipeline's first. vLLM's own queues speak pickle over TCP:
@@ -11,7 +11,7 @@ model=meta-llama/Llama-3.1-70B
 model="${HETPLAN_MODEL:-$model}"
 
 export VLLM_HOST_IP="$HETPLAN_PIPELINE_1_NODE_2"
-export VLLM_PP_LAYER_PARTITION=7,8,9,9,8,8,8,8,9,6
+export VLLM_PP_LAYER_PARTITION=8,8,8,8,9,8,8,8,9,6
 
 arguments=(
   "$model"
@@ -22,7 +22,7 @@ arguments=(
   --max-model-len=995
   --max-num-seqs=710
   --max-num-batched-tokens=2048
-  --kv-cache-memory-bytes=13976048157
+  --kv-cache-memory-bytes=13114748317
   --dtype=bfloat16
   --shutdown-timeout=120
   --distributed-executor-backend=mp

@@ -11,7 +11,7 @@ model=meta-llama/Llama-3.1-70B
 model="${HETPLAN_MODEL:-$model}"
 
 export VLLM_HOST_IP="$HETPLAN_PIPELINE_1_NODE_4"
-export VLLM_PP_LAYER_PARTITION=7,8,9,9,8,8,8,8,9,6
+export VLLM_PP_LAYER_PARTITION=8,8,8,8,9,8,8,8,9,6
 
 arguments=(
   "$model"
