@@ -19,7 +19,7 @@ from hetplan.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from hetplan.calibration.measure import Progress
-    from hetplan.calibration.raw_run import MeasuredRun
+    from hetplan.calibration.raw_run import CalibrationRun
 
 Answer = Callable[[Callable[[], Any], bool], None]
 FOLDER = Path("calibrations")
@@ -101,7 +101,7 @@ def _measured(
     point_limit_s: float | None,
     today: datetime.date,
     console: Console,
-) -> tuple[Path, Calibration, MeasuredRun]:
+) -> tuple[Path, Calibration, CalibrationRun]:
     from hetplan.calibration.device_names import gpu_of
     from hetplan.calibration.engine_steps import SMALL_DECODERS, fit_step_overheads
     from hetplan.calibration.fit_run import fit_run
@@ -151,7 +151,7 @@ def _save(calibration: Calibration, path: Path) -> None:
         raise InvalidInputError(f"cannot write {path}: {error.strerror}. Choose another --out") from None
 
 
-def _document(calibration: Calibration, path: Path, run: MeasuredRun | None, seconds: float) -> dict[str, Any]:
+def _document(calibration: Calibration, path: Path, run: CalibrationRun | None, seconds: float) -> dict[str, Any]:
     spreads = [p.relative_spread for p in calibration.points if p.relative_spread is not None]
     return {
         "path": str(path),

@@ -45,7 +45,8 @@ def fit_kernels(spec: GpuSpec, tables: KernelTables, *, engine: str | None = Non
     """A calibration of the kernels of some tables; what they lack stays with the datasheet, and says so."""
     reference = ", ".join(tables.names)
     start = datasheet_calibration(spec)
-    gemms = _gemms(spec, tables.frames.get("gemm"), engine, reference)
+    matrices = ", ".join(name for name in tables.names if name.startswith("gemm"))
+    gemms = _gemms(spec, tables.frames.get("gemm"), engine, matrices)
     compute, memory = dict(start.compute_flops), start.memory_bytes_per_s
     for fit in gemms:
         rate = large_gemm_flops(fit)
@@ -118,7 +119,7 @@ def fit_gemm_rows(
         dtype=dtype,
         weight_bits=weight_bits,
         activation_bits=activation_bits,
-        source=f"measured: {len(chosen)} points of {reference}",
+        source=f"measured at {len(chosen)} shapes of {reference}",
     )
     return fit, chosen
 

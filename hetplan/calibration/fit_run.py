@@ -16,7 +16,7 @@ from hetplan.calibration.fit import large_gemm_flops, streamed_bytes_per_s
 from hetplan.calibration.gemm import fit_gemm
 from hetplan.calibration.lattice import NORM_KERNELS, NORM_PASSES, Kind
 from hetplan.calibration.processors import fit_serial_decode, fit_serial_gemm, fit_serial_prefill
-from hetplan.calibration.raw_run import MeasuredRun
+from hetplan.calibration.raw_run import CalibrationRun
 from hetplan.catalog.calibration import Calibration, CalibrationPoint, Quantity
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype, dtype_bytes
 from hetplan.catalog.hardware import GpuSpec
@@ -34,12 +34,12 @@ _QUANTISING = ("quantise_row_s", "quantise_rate")
 _TWINS: dict[Dtype, Dtype] = {"bf16": "fp16", "fp16": "bf16"}
 
 
-def fit_run(run: MeasuredRun, gpu: str | GpuSpec | None = None) -> Calibration:
+def fit_run(run: CalibrationRun, gpu: str | GpuSpec | None = None) -> Calibration:
     """Fit the kernels of a measured run.
 
     Parameters
     ----------
-    run : MeasuredRun
+    run : CalibrationRun
     gpu : str or GpuSpec, optional
         Which GPU the device is; by default the catalogued one of the device's name, ``local-cpu`` for a CPU. A name
         that the catalogue lacks takes its peaks from the run itself.
@@ -97,7 +97,7 @@ def fit_run(run: MeasuredRun, gpu: str | GpuSpec | None = None) -> Calibration:
     )
 
 
-def _device(run: MeasuredRun, gpu: str | GpuSpec | None) -> tuple[GpuSpec | None, str]:
+def _device(run: CalibrationRun, gpu: str | GpuSpec | None) -> tuple[GpuSpec | None, str]:
     """Datasheet and name; no datasheet where the catalogue has none."""
     if isinstance(gpu, GpuSpec):
         return gpu, gpu.name
@@ -108,7 +108,7 @@ def _device(run: MeasuredRun, gpu: str | GpuSpec | None) -> tuple[GpuSpec | None
     return (None, gpu.strip()) if known is None else (get_gpu(known), known)
 
 
-def _gemm(run: MeasuredRun, spec: GpuSpec | None, dtype: Dtype, points: Sequence[CalibrationPoint]) -> GemmFit:
+def _gemm(run: CalibrationRun, spec: GpuSpec | None, dtype: Dtype, points: Sequence[CalibrationPoint]) -> GemmFit:
     m, n, k = (_column(points, name) for name in "mnk")
     seconds = np.array([point.seconds for point in points])
     engine = run.device.engine.split(" ")[0]
@@ -139,7 +139,7 @@ def _gemm(run: MeasuredRun, spec: GpuSpec | None, dtype: Dtype, points: Sequence
     return fit.replace(quantise_row_s=row_s, quantise_bytes_per_s=rate * peaks.bytes_per_s)
 
 
-def _peaks(run: MeasuredRun, spec: GpuSpec | None, dtype: Dtype) -> Peaks:
+def _peaks(run: CalibrationRun, spec: GpuSpec | None, dtype: Dtype) -> Peaks:
     """The datasheet's, else those of which the largest measured rates are the usual shares."""
     if spec is not None and dtype in spec.dense_flops:
         return Peaks(spec.dense_flops[dtype], spec.bandwidth_bytes_per_s)
@@ -168,7 +168,7 @@ def _assumed_kernel_s() -> Quantity:
 
 
 def _attention(
-    run: MeasuredRun, spec: GpuSpec | None, gemm: GemmFit
+    run: CalibrationRun, spec: GpuSpec | None, gemm: GemmFit
 ) -> tuple[PrefillAttentionFit | None, DecodeAttentionFit | None]:
     prefill, decode = (_table(run, operation) for operation in ("attention_prefill", "attention_decode"))
     if run.device.kind == "cpu":
@@ -188,7 +188,7 @@ def _attention(
     )
 
 
-def _table(run: MeasuredRun, operation: str) -> AttentionTable | None:
+def _table(run: CalibrationRun, operation: str) -> AttentionTable | None:
     """The points of an operation in the type that has most of them, the first of equals."""
     counts = Counter(point.dtype for point in run.points if point.operation == operation)
     if not counts:
@@ -206,7 +206,7 @@ def _table(run: MeasuredRun, operation: str) -> AttentionTable | None:
     )
 
 
-def _all_reduces(run: MeasuredRun, reference: str) -> tuple[AllReduceCurve, ...]:
+def _all_reduces(run: CalibrationRun, reference: str) -> tuple[AllReduceCurve, ...]:
     groups: dict[int, list[CalibrationPoint]] = {}
     for point in run.points:
         if point.operation == "all_reduce":

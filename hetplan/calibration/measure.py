@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from hetplan.calibration.lattice import OPERATIONS, Kind, Operation, Task, tasks_for
-from hetplan.calibration.raw_run import DeviceFacts, MeasuredRun, RawRun, Timed
+from hetplan.calibration.raw_run import CalibrationRun, DeviceFacts, RawRun, Timed
 from hetplan.catalog.calibration import CalibrationPoint
 from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
 from hetplan.errors import InvalidInputError, UnknownNameError, UnsupportedFeatureError
@@ -119,7 +119,7 @@ def measure(
     clock: Clock = time.perf_counter,
     engine: Engine = "torch",
     backend: Backend | None = None,
-) -> MeasuredRun:
+) -> CalibrationRun:
     """Measure the device that is here.
 
     Parameters
@@ -149,7 +149,7 @@ def measure(
 
     Returns
     -------
-    MeasuredRun
+    CalibrationRun
         Points of this run and of the raw file, and what was skipped and why.
 
     Raises
@@ -214,7 +214,7 @@ def measure(
     if on_progress is not None:
         on_progress(Progress(total - len(remaining), total, ""))
     points = tuple(p for p in run.points if p.dtype in present and p.operation in wanted)
-    return MeasuredRun(
+    return CalibrationRun(
         device=facts,
         points=points,
         skipped=(*skipped, *(f"{group}: {reason}" for group, reason in refused.items()), *too_large),

@@ -72,7 +72,7 @@ class RawPoint(Frozen):
     timed: Timed
 
 
-class MeasuredRun(Frozen):
+class CalibrationRun(Frozen):
     """What a calibration run found.
 
     ``skipped`` says what was not measured and why; ``remaining`` lists what the time limit left, to be continued from

@@ -13,7 +13,7 @@ from hetplan.calibration.device_names import gpu_of
 from hetplan.calibration.engine_steps import SMALL_DECODERS, fit_step_overheads, kernel_seconds
 from hetplan.calibration.fit_run import fit_run
 from hetplan.calibration.lattice import OPERATIONS, Operation, Task, tasks_for
-from hetplan.calibration.raw_run import DeviceFacts, MeasuredRun
+from hetplan.calibration.raw_run import CalibrationRun, DeviceFacts
 from hetplan.calibration.vllm_decoder import Decoder, DecoderTiming, StepTiming
 from hetplan.catalog.calibration import Calibration, CalibrationPoint
 from hetplan.catalog.kernels import DecodeAttentionFit, GemmFit, PrefillAttentionFit
@@ -74,7 +74,7 @@ def seconds_of(task: Task, gemm: GemmFit, attention: Attention | None) -> float:
     return float(decode_attention_seconds(attention[1], sequences=s["batch"], context=s["tokens"], **shape))
 
 
-def measured(operations: tuple[Operation, ...] = OPERATIONS, device: DeviceFacts = H100) -> MeasuredRun:
+def measured(operations: tuple[Operation, ...] = OPERATIONS, device: DeviceFacts = H100) -> CalibrationRun:
     gemm, attention = gpu_truth()
     tasks = tasks_for("cuda", dtypes=("bf16",), operations=operations, budget_bytes=20 * GIB, gpu_count=2)
     points = [
@@ -88,7 +88,7 @@ def measured(operations: tuple[Operation, ...] = OPERATIONS, device: DeviceFacts
         for task in tasks
     ]
     day = datetime.date(2026, 1, 2)
-    return MeasuredRun(device=device, points=tuple(points), elapsed_s=1.0, measured_on=day)
+    return CalibrationRun(device=device, points=tuple(points), elapsed_s=1.0, measured_on=day)
 
 
 def test_a_measured_gpu_comes_back_with_its_rates() -> None:
@@ -166,7 +166,7 @@ def test_quantising_activations_is_added_to_kernels_that_take_them_quantised() -
         CalibrationPoint(operation=task.operation, dtype="fp8", shape=task.shape, seconds=seconds_of(task, bare, None))
         for task in tasks
     ]
-    run = MeasuredRun(device=H100.replace(dtypes=("bf16", "fp8")), points=tuple(points), elapsed_s=1.0)
+    run = CalibrationRun(device=H100.replace(dtypes=("bf16", "fp8")), points=tuple(points), elapsed_s=1.0)
     (found,) = fit_run(run).gemms
     load = (3000.0, 6000.0, 6000.0)
     fused = found.replace(quantise_row_s=0.0, quantise_bytes_per_s=None)
@@ -209,7 +209,7 @@ def serial_s(m: float, n: float, k: float) -> float:
     return 3e-5 + 2 * m * n * k / 60e9 + (4 * n * k + 4 * m * k + 2 * m * n) / 7e9
 
 
-def cpu_run() -> MeasuredRun:
+def cpu_run() -> CalibrationRun:
     points = []
     tasks = tasks_for("cpu", dtypes=("fp32",), operations=OPERATIONS, budget_bytes=GIB)
     for task in tasks:
@@ -225,7 +225,7 @@ def cpu_run() -> MeasuredRun:
         else:
             continue
         points.append(CalibrationPoint(operation=task.operation, dtype="fp32", shape=s, seconds=seconds))
-    return MeasuredRun(device=CPU, points=tuple(points), elapsed_s=1.0)
+    return CalibrationRun(device=CPU, points=tuple(points), elapsed_s=1.0)
 
 
 def test_a_cpu_multiplies_and_streams_in_turn() -> None:

@@ -25,7 +25,7 @@ from hetplan.calibration.measure import (
     measure,
     sample,
 )
-from hetplan.calibration.raw_run import DeviceFacts, MeasuredRun, read_raw_run
+from hetplan.calibration.raw_run import CalibrationRun, DeviceFacts, read_raw_run
 from hetplan.catalog.dtypes import Dtype
 from hetplan.errors import InvalidInputError, SchemaVersionError, UnknownNameError, UnsupportedFeatureError
 from hetplan.units import GIB, MIB
@@ -98,7 +98,7 @@ class FakeDevice:
             yield Timing(1e-3, 0.0)
 
 
-def run(device: FakeDevice, **options: object) -> MeasuredRun:
+def run(device: FakeDevice, **options: object) -> CalibrationRun:
     return measure(backend=device, clock=device.clock, **options)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from environment import ROOT
 
 from hetplan.calibration.engine_steps import SMALL_DECODERS, fit_step_overheads
 from hetplan.calibration.fit_run import fit_run
-from hetplan.calibration.raw_run import MeasuredRun
+from hetplan.calibration.raw_run import CalibrationRun
 from hetplan.calibration.vllm_decoder import Decoder, time_decoders
 from hetplan.catalog.calibration import Calibration
 
@@ -59,7 +59,7 @@ def calibrate_this_cpu(environment: Path) -> Calibrated:
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    kernels = fit_run(MeasuredRun.from_json(done.stdout.splitlines()[-1]))
+    kernels = fit_run(CalibrationRun.from_json(done.stdout.splitlines()[-1]))
     steps_began = time.perf_counter()
     timings = time_decoders(SMALL_DECODERS, python=python, environment=variables())
     calibration = kernels.replace(step_overheads=(fit_step_overheads(kernels, timings),))
