@@ -21,6 +21,7 @@ from learn_steps import TAUGHT, learn
 from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.steps import STEP_OVERHEADS, StepOverheads
 from hetplan.catalog.tables import datasheet_calibration, get_calibration, get_gpu
+from hetplan.estimator.bands import TIME_BANDS
 from hetplan.scoring.runs import MeasuredRun, read_runs
 from hetplan.scoring.score import score_runs
 
@@ -119,11 +120,21 @@ def band(rows: list[Residual]) -> tuple[float, float]:
     return float(np.exp(np.interp(tail, share, values))), float(np.exp(np.interp(1 - tail, share, values)))
 
 
+def shipped(everything: list[Residual], basis: str) -> None:
+    """Print what the bands in the code hold of the held-out rows."""
+    rows = [row for row in everything if row.basis == basis]
+    bands = [np.log(TIME_BANDS[basis, row.kind]) for row in rows]
+    inside = np.mean([low <= row.value <= high for row, (low, high) in zip(rows, bands, strict=True)])
+    half = np.median([(np.exp(high) - np.exp(low)) / 2 for low, high in bands])
+    print(f"{basis}: shipped bands hold {inside:.1%} of {len(rows)} held-out rows, median half-width {half:.0%}")
+
+
 def main() -> None:
     """Run the script."""
     data = Path(os.environ.get("HETPLAN_DATA") or sys.exit("set HETPLAN_DATA to the data folder"))
     everything = residuals(data)
     for basis in ("fitted", "borrowed", "rates", "datasheet", "paper"):
+        shipped(everything, basis)
         for kind in ("ttft_s", "tpot_s", "request"):
             rows = [row for row in everything if (row.basis, row.kind) == (basis, kind)]
             if not rows:

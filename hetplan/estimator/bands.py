@@ -21,7 +21,7 @@ Basis = Literal["fitted", "borrowed", "rates", "datasheet", "paper"]
 # engine overheads learnt without it. "fitted": TPOT was held out on H100 alone and is given the spread of TTFT and
 # throughput half way. "borrowed": H200 with H100's kernels. "rates" and "datasheet" are wider than their rows say,
 # by the 15 to 20% that GEMMs lose when the usual shares come from other GPUs only (calibration/learn_gemm.py).
-_TIME: dict[tuple[Basis, str], tuple[float, float]] = {
+TIME_BANDS: dict[tuple[Basis, str], tuple[float, float]] = {
     ("fitted", "ttft_s"): (0.79, 1.25),
     ("fitted", "tpot_s"): (0.85, 1.17),
     ("fitted", "request"): (0.83, 1.23),
@@ -54,7 +54,7 @@ class Quality:
 
 def band_around(name: str, value: float, quality: Quality) -> tuple[float, float, float]:
     """(low, high, level) around a predicted time or rate."""
-    low, high = _TIME[quality.basis, name if name in ("ttft_s", "tpot_s") else "request"]
+    low, high = TIME_BANDS[quality.basis, name if name in ("ttft_s", "tpot_s") else "request"]
     if not quality.groups_measured:
         high *= _UNMEASURED_GROUP
     if name in _RATES:
