@@ -35,6 +35,7 @@ _HOMES = {
     "UnsupportedModelError": "hetplan.errors",
     "Violation": "hetplan.verification",
     "Workload": "hetplan.workload.requests",
+    "compare": "hetplan.api",
     "estimate": "hetplan.api",
     "launch": "hetplan.api",
     "optimize": "hetplan.api",
@@ -68,6 +69,7 @@ __all__ = [
     "UnsupportedModelError",
     "Violation",
     "Workload",
+    "compare",
     "estimate",
     "launch",
     "optimize",
@@ -77,7 +79,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hetplan.api import estimate, launch, optimize, predict, predict_many, verify
+    from hetplan.api import compare, estimate, launch, optimize, predict, predict_many, verify
     from hetplan.catalog.calibration import Calibration
     from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
     from hetplan.catalog.model import ModelSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from hetplan.plan import Plan
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
 from hetplan.solvers.base import OnIncumbent, get_solver
 from hetplan.solvers.build import build_plan
+from hetplan.solvers.compare import Comparison, compare_solvers
 from hetplan.verification import Violation, verify_plan
 from hetplan.workload.requests import Slo, Workload
 
@@ -190,6 +191,41 @@ def optimize(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
     )
     return build_plan(problem, solution, solver=solver, seed=seed)
+
+
+def compare(
+    problem: PlacementProblem,
+    *,
+    solvers: Sequence[str] | None = None,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> Comparison:
+    """Run every solver on one problem.
+
+    Parameters
+    ----------
+    problem : PlacementProblem
+        As `make_problem` or a problem file gives it.
+    solvers : sequence of str, optional
+        Names of solvers; all by default.
+    time_limit_s : float
+        Of each solver.
+    seed : int
+    on_progress : callable, optional
+        Called with solvers done, solvers in all and the name of the next.
+
+    Returns
+    -------
+    Comparison
+        ``rows`` with each solver's plan or failure and its time, ``bound`` and ``gap(row)``.
+
+    Raises
+    ------
+    InvalidInputError
+        For unknown solvers and bad values.
+    """
+    return compare_solvers(problem, solvers=solvers, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
 
 
 def make_problem(

@@ -13,6 +13,7 @@ from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import pipeline_times
 from hetplan.estimator.prediction import ReplicaPrediction, shapes_of
 from hetplan.plan import Plan, Prediction
+from hetplan.solvers.compare import Comparison
 from hetplan.units import GIB, format_seconds
 
 if TYPE_CHECKING:
@@ -63,6 +64,64 @@ def plan_tables(plan: Plan) -> RenderableType:
             table.caption_justify = "left"
             parts += [Text(), table, Text(p.requests_per_s.source, style="dim")]
     return Group(*parts)
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Solvers side by side: rate, cost, tokens, latency, time to solve, distance from the best proven bound."""
+    bound = comparison.bound
+    said = "" if bound is None else f", proven bound {bound:.6g}"
+    table = Table(title=f"Objective {comparison.objective_name}{said}", title_justify="left")
+    table.add_column("solver", no_wrap=True)
+    for name in ("req/s", "$/h", "$/1M tokens", "TTFT", "TPOT", "solved in", "gap"):
+        table.add_column(name, justify="right")
+    table.add_column("pipelines")
+    for row in comparison.rows:
+        if row.plan is None:
+            table.add_row(row.solver, *[""] * 7, row.failure)
+            continue
+        pipelines = [p for d in row.plan.deployments for p in d.pipelines]
+        slowest = [max(getattr(p.predictions, name).value for p in pipelines) for name in ("ttft_s", "tpot_s")]
+        gap = comparison.gap(row)
+        table.add_row(
+            row.solver,
+            f"{row.plan.requests_per_s:.3f}",
+            f"{row.plan.cost_usd_per_hour:.2f}",
+            f"{row.plan.usd_per_million_output_tokens:.3f}",
+            *(format_seconds(value) for value in slowest),
+            format_seconds(row.elapsed_s),
+            "" if gap is None else f"{gap:.1%}",
+            ", ".join(f"{p.predictions.requests_per_s.value:.2f}" for p in pipelines for _ in range(p.count)),
+        )
+    return table
+
+
+def comparison_figure(comparison: Comparison) -> Figure:
+    """Requests/s of each solver's plan with the sum of its pipelines' bands, and dollars per million tokens."""
+    from matplotlib.figure import Figure as NewFigure
+
+    rows = [(row.solver, row.plan) for row in comparison.rows if row.plan is not None]
+    names = [name for name, _ in rows]
+    values = np.array([plan.requests_per_s for _, plan in rows])
+    bands = np.array([_summed_band(plan) for _, plan in rows]).reshape(-1, 2)
+    places = np.arange(len(rows))
+    figure = NewFigure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
+    rate, cost = figure.subplots(1, 2, sharey=True)
+    rate.barh(places, values, color="#4477aa")
+    rate.errorbar(values, places, xerr=[values - bands[:, 0], bands[:, 1] - values], fmt="none", ecolor="#222222", lw=1)
+    rate.set_yticks(places, names, fontsize=8)
+    rate.invert_yaxis()
+    rate.set_xlabel("requests/s, with 90% band")
+    cost.barh(places, [plan.usd_per_million_output_tokens for _, plan in rows], color="#ddaa33")
+    cost.set_xlabel("$ per million output tokens")
+    if comparison.bound is not None and comparison.objective_name == "throughput":
+        rate.axvline(comparison.bound, color="#aa3377", lw=1, ls="--", label="proven bound")
+        rate.legend(fontsize=8)
+    return figure
+
+
+def _summed_band(plan: Plan) -> tuple[float, float]:
+    rates = [(p.count, p.predictions.requests_per_s) for d in plan.deployments for p in d.pipelines]
+    return sum(n * r.low for n, r in rates), sum(n * r.high for n, r in rates)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -446,3 +446,19 @@ def test_names_that_look_like_markup_are_shown_as_they_are(run: Run) -> None:
     code, _, said = run("optimize", "--model", "[bold]llama[/bold]", *MACHINE)
     assert code == BAD_INPUT
     assert "[bold]llama[/bold]" in said
+
+
+def test_compare_sets_solvers_side_by_side(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "problem.yaml"
+    file.write_text("model: llama-3.2-1b\ncluster: {g6.xlarge: 2}\nworkload: {input_tokens: 763, output_tokens: 232}\n")
+    figure = tmp_path / "solvers.png"
+    code, out, err = run("compare", file, "--solver", "even", "--solver", "auto", "--figure", figure, "--json")
+    document = json.loads(out)
+    assert code == FINE
+    assert [row["solver"] for row in document["solvers"]] == ["even", "auto"]
+    assert document["bound"] == document["solvers"][1]["bound"]
+    assert "$/1M tokens" in err
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    code, _, err = run("compare", file, "--solver", "even", "--figure", tmp_path / "solvers.xyz")
+    assert code == BAD_INPUT
+    assert "solvers.xyz" in err

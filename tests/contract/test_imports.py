@@ -33,9 +33,10 @@ RANKS = {
     "scoring": 6,
     "api": 7,
     "cli_calibrate": 7,
+    "cli_compare": 8,
     "cli_measure": 7,
-    "cli": 8,
-    "__main__": 9,
+    "cli": 9,
+    "__main__": 10,
 }
 # `Calibration.fit` is a way to make the type, and fitting sits above the estimator.
 FITTED_FROM_TABLES = ("hetplan.catalog.calibration", "hetplan.calibration.fit")
