@@ -450,9 +450,12 @@ def test_names_that_look_like_markup_are_shown_as_they_are(run: Run) -> None:
 
 def test_compare_sets_solvers_side_by_side(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "problem.yaml"
-    file.write_text(
-        "model: llama-3.2-1b\ncluster: {machines: {g6.xlarge: 2}}\nworkload: {input_tokens: 763, output_tokens: 232}\n"
+    lines = (
+        "model: llama-3.2-1b",
+        "cluster: {region: us-west-2, machines: {g6.xlarge: 2}}",
+        "workload: {input_tokens: 763, output_tokens: 232}",
     )
+    file.write_text("\n".join(lines))
     figure = tmp_path / "solvers.png"
     code, out, err = run("compare", file, "--solver", "even", "--solver", "auto", "--figure", figure, "--json")
     document = json.loads(out)
