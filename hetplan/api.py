@@ -407,7 +407,7 @@ def predict(
     calibration: Calibration | None = None,
     schedule: Schedule = "static",
     estimator: EstimatorName = "calibrated",
-    gpu_memory_utilization: float = 0.9,
+    gpu_memory_utilization: float | None = None,
 ) -> ReplicaPrediction:
     """How fast one replica is: a model on ``pipeline_parallel`` even stages, under a schedule.
 
@@ -434,8 +434,8 @@ def predict(
         A batch that starts and ends together; ``batch`` sequences kept in flight from an endless queue, their prefill
         mixed into ``tpot_s`` and ``output_tokens_per_s``; or ``batch`` clients that each wait for their answer.
     estimator : "calibrated" or "paper"
-    gpu_memory_utilization : float
-        As vLLM's flag of that name.
+    gpu_memory_utilization : float, optional
+        As vLLM's flag of that name; by default the engine's, 0.9 for vLLM.
 
     Returns
     -------
@@ -476,7 +476,7 @@ def predict_many(
     calibration: Calibration | None = None,
     schedule: Schedule = "static",
     estimator: EstimatorName = "calibrated",
-    gpu_memory_utilization: float = 0.9,
+    gpu_memory_utilization: float | None = None,
 ) -> DataFrame:
     """As `predict`, for many loads of one replica at once.
 
@@ -534,7 +534,7 @@ def _replica(
     calibration: Calibration | None,
     schedule: Schedule,
     estimator: EstimatorName,
-    gpu_memory_utilization: float,
+    gpu_memory_utilization: float | None,
 ) -> Replica:
     if isinstance(model, str):
         spec = _named_model(model, weight_dtype, kv_dtype)

@@ -38,6 +38,9 @@ class StepOverheads(Frozen):
         All-reduce inside the engine over the one of a benchmark.
     fused_quantisation : bool
         Activations are quantised inside the kernel before, not in a pass of their own.
+    gpu_memory_utilization : float
+        Share of a GPU's memory that the engine uses by default. TensorRT-LLM's batch manager takes a share of what the
+        weights leave, so that weights and one sequence may fill the GPU.
     max_num_seqs : int
         Most sequences in flight by default.
     max_num_batched_tokens : int
@@ -53,6 +56,7 @@ class StepOverheads(Frozen):
     prefill_layer_s: NonNegative = 0.0
     all_reduce_factor: Annotated[float, Field(gt=0)] = 1.0
     fused_quantisation: bool = False
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     max_num_seqs: Annotated[int, Field(gt=0)]
     max_num_batched_tokens: Annotated[int, Field(gt=0)]
     source: str
@@ -99,6 +103,7 @@ STEP_OVERHEADS: dict[str, StepOverheads] = {
         StepOverheads(
             engine="tensorrt-llm-0.14",
             fused_quantisation=True,
+            gpu_memory_utilization=1.0,
             step_s=2.0e-3,
             rank_step_s=4.9e-3,
             max_num_seqs=2048,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetplan.base import Frozen
-from hetplan.catalog.model import ModelSpec
 from hetplan.errors import InfeasibleError, InvalidInputError, Reason
 from hetplan.estimator.bands import band_around
 from hetplan.estimator.base import Estimator, FloatArray, make_estimator
@@ -70,7 +69,8 @@ class PlanEstimate(Frozen):
 
 def predict_replica(replica: Replica, *, batch: int, input_tokens: float, output_tokens: float) -> ReplicaPrediction:
     """See `hetplan.predict`."""
-    _check_load(replica.problem.model, batch, input_tokens, output_tokens)
+    _check_load(batch, input_tokens, output_tokens)
+    problem_model = replica.problem.model
     load = (np.array([float(batch)]), np.array([float(input_tokens)]), np.array([float(output_tokens)]))
     tokens = load[1] + load[2]
     fits = int(replica.sequences_that_fit(tokens)[0])
@@ -79,6 +79,11 @@ def predict_replica(replica: Replica, *, batch: int, input_tokens: float, output
     times = replica.times(*load)
     values = {name: float(getattr(times, name)[0]) for name in ("ttft_s", "tpot_s", "latency_s", "output_tokens_per_s")}
     source = replica.source
+    if tokens[0] > problem_model.max_position_tokens:
+        source += (
+            f"; times only: {tokens[0]:,.0f} tokens, where {problem_model.name} was made for "
+            f"{problem_model.max_position_tokens:,}"
+        )
     if batch > fits:
         source += f"; {batch:g} sequences exceed the KV cache, which holds {fits}"
     return ReplicaPrediction(
@@ -104,18 +109,13 @@ def predict_replicas(
     return columns
 
 
-def _check_load(model: ModelSpec, batch: float, input_tokens: float, output_tokens: float) -> None:
+def _check_load(batch: float, input_tokens: float, output_tokens: float) -> None:
     given: dict[str, object] = {"batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
             raise InvalidInputError(f"{name}={value!r}: a positive number is needed")
     if batch != int(batch):
         raise InvalidInputError(f"batch={batch!r}: a whole number from 1 is needed")
-    if input_tokens + output_tokens > model.max_position_tokens:
-        raise InvalidInputError(
-            f"{model.name} handles {model.max_position_tokens:,} tokens; the request has "
-            f"{input_tokens + output_tokens:,.0f}. Lower input_tokens or output_tokens"
-        )
 
 
 def _shortfall(

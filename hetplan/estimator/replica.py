@@ -109,7 +109,7 @@ def make_replica(
     schedule: Schedule,
     engine: str | None,
     estimator: EstimatorName,
-    gpu_memory_utilization: float,
+    gpu_memory_utilization: float | None,
 ) -> Replica:
     """Check what was asked and put the replica together.
 
@@ -132,7 +132,7 @@ def _made(
     schedule: Schedule,
     engine: str | None,
     estimator: EstimatorName,
-    gpu_memory_utilization: float,
+    gpu_memory_utilization: float | None,
 ) -> Replica:
     model, machine, calibration = kept_model.value, kept_machine.value, kept_calibration.value
     _check_shape(model, machine, tensor_parallel, pipeline_parallel, schedule)
@@ -150,7 +150,9 @@ def _made(
         estimator=estimator,
         calibrations=(calibration,),
         step_overheads=overheads,
-        gpu_memory_utilization=gpu_memory_utilization,
+        gpu_memory_utilization=(
+            overheads.gpu_memory_utilization if gpu_memory_utilization is None else gpu_memory_utilization
+        ),
     )
     stages, start = [], 0
     for number, size in enumerate(even_layers(model.layer_count, pipeline_parallel)):
