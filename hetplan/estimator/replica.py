@@ -12,7 +12,7 @@ from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster, Offer, Pool
-from hetplan.catalog.steps import DEFAULT_STEP_ENGINE, get_step_overheads
+from hetplan.catalog.steps import get_step_overheads
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.bands import Quality, describe_source, quality_of
 from hetplan.estimator.base import Estimator, FloatArray, make_estimator
@@ -27,11 +27,11 @@ from hetplan.workload.requests import Workload
 Schedule = Literal["static", "in_flight", "closed_loop"]
 SCHEDULES: tuple[Schedule, ...] = ("static", "in_flight", "closed_loop")
 
-# Whose step overheads stand for a schedule when no engine is named: those it was measured with.
+# Whose step overheads stand for a schedule when no engine is named: those most of its runs were measured with.
 SCHEDULE_ENGINES: dict[Schedule, str] = {
     "static": "tensorrt-llm-0.9",
     "in_flight": "tensorrt-llm-0.14",
-    "closed_loop": DEFAULT_STEP_ENGINE,
+    "closed_loop": "tensorrt-llm-1.0",
 }
 
 
