@@ -1,4 +1,7 @@
-"""The command line: verbs with the names of the API. Tables and progress go to stderr, data to stdout."""
+"""The command line (over 500 lines: most of them are the verbs' options): verbs with the names of the API.
+
+Tables and progress go to stderr, data to stdout.
+"""
 
 from __future__ import annotations
 
@@ -163,9 +166,10 @@ def predict(
     gpu: Annotated[str, typer.Argument(help="GPU name or alias.")],
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", "--tp", help="GPUs of a stage.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option("--pipeline-parallel", "--pp", help="Stages.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences that start together.")] = 8,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch, in flight, or clients.")] = 8,
     input_tokens: Annotated[float, typer.Option(help="Prompt tokens of each.")] = 763,
     output_tokens: Annotated[float, typer.Option(help="Output tokens of each.")] = 232,
+    schedule: Annotated[str, typer.Option(help="static, in_flight or closed_loop.")] = "static",
     weight_dtype: Annotated[str | None, typer.Option(help="Quantise the weights, such as fp8.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Format of the KV cache.")] = None,
     instance_type: Annotated[str | None, typer.Option(help="Host, for its links.")] = None,
@@ -178,7 +182,7 @@ def predict(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict how fast one replica runs a static batch."""
+    """Predict how fast one replica is: a static batch, sequences kept in flight, or a closed loop of clients."""
 
     def run() -> dict[str, Any]:
         import hetplan as hp
@@ -201,6 +205,7 @@ def predict(
             batch=batch,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            schedule=schedule,  # type: ignore[arg-type]
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             instance_type=instance_type,

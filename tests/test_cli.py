@@ -467,3 +467,16 @@ def test_compare_sets_solvers_side_by_side(run: Run, tmp_path: Path) -> None:
     code, _, err = run("compare", file, "--solver", "even", "--figure", tmp_path / "solvers.xyz")
     assert code == BAD_INPUT
     assert "solvers.xyz" in err
+
+
+@pytest.mark.parametrize("schedule", ["static", "in_flight", "closed_loop"])
+def test_predict_answers_each_schedule(run: Run, schedule: str) -> None:
+    code, out, _ = run("predict", "llama-3.2-1b", "L40S", "--batch", "16", "--schedule", schedule, "--json")
+    assert code == FINE
+    assert json.loads(out)["tpot_s"] > 0
+
+
+def test_predict_refuses_another_schedule(run: Run) -> None:
+    code, _, err = run("predict", "llama-3.2-1b", "L40S", "--schedule", "lifo")
+    assert code == BAD_INPUT
+    assert "'closed_loop', got 'lifo'" in err
