@@ -93,7 +93,8 @@ def optimize(
     objective : str
         "throughput" (req/s), "throughput_per_cost" (req/s per $/h) or "cost" ($/h for the workload's rate).
     solver : str
-        "auto", "dp-beam" or "even"; ``solver_options``, or further keywords such as ``beam_width=11`` and
+        "auto", "dp-beam", "even", or a planner of another paper: "alpaserve", "helix", "hexgen", "spotserve";
+        ``solver_options``, or further keywords such as ``beam_width=11`` and
         ``search="paper"``, go to it.
     estimator : "calibrated" or "paper"
     time_limit_s : float

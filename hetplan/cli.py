@@ -73,7 +73,9 @@ def optimize(
         float | None, typer.Option(help="Demand, with --model; needed by objective cost.")
     ] = None,
     objective: Annotated[str | None, typer.Option(help="throughput, throughput_per_cost or cost.")] = None,
-    solver: Annotated[str | None, typer.Option(help="auto, dp-beam or even.")] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="auto, dp-beam, even, alpaserve, helix, hexgen or spotserve.")
+    ] = None,
     search: Annotated[str | None, typer.Option(help="dp-beam's search: default or paper.")] = None,
     beam_width: Annotated[int | None, typer.Option(help="dp-beam's k.")] = None,
     estimator: Annotated[str | None, typer.Option(help="calibrated or paper.")] = None,

@@ -92,9 +92,13 @@ class Solver(Protocol):
 
 
 _SOLVERS: dict[str, tuple[str, str]] = {
+    "alpaserve": ("hetplan.solvers.placement.alpaserve", "AlpaServe"),
     "auto": ("hetplan.solvers.placement.auto", "Auto"),
     "dp-beam": ("hetplan.solvers.placement.dp_beam", "DpBeam"),
     "even": ("hetplan.solvers.placement.even", "Even"),
+    "helix": ("hetplan.solvers.placement.helix", "Helix"),
+    "hexgen": ("hetplan.solvers.placement.hexgen", "HexGen"),
+    "spotserve": ("hetplan.solvers.placement.spotserve", "SpotServe"),
 }
 
 

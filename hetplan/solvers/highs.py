@@ -98,7 +98,7 @@ def maximise(
     start : mapping, optional
         Column -> value of a solution to begin from; HiGHS completes the columns it leaves out.
     """
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
         "output_flag": False,
         "log_to_console": False,

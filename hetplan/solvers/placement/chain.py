@@ -88,7 +88,7 @@ class Chains:
         typical = (t.sequence_bytes[options] * counts).sum(axis=1) + end
         spare = room - (t.longest_bytes[options] * counts).sum(axis=1) - end
         most = np.minimum(room / np.maximum(typical, 1e-9), t.batch_limit[options])
-        return np.asarray(np.where(spare >= 0, most, spare / np.maximum(t.room_bytes[options, 0], 1)))
+        return np.asarray(np.where(spare >= 0, most, spare / np.maximum(np.abs(t.room_bytes[options, 0]), 1)))
 
     def value(self, groups: Sequence[Group], cuts: IntArray) -> float:
         """Highest value over the batches tried; negative, by how much it lacks, where the chain does not fit."""
@@ -101,9 +101,11 @@ class Chains:
         if most < 1:
             return min(fit, 0.0) - 1.0
         tried = np.append(self.grid[self.grid < most], most)
-        seconds = np.einsum("spkb,sk->spb", t.layer_s[options][..., tried], counts) + t.end_s[options, roles][..., tried]
+        rows = options[:, np.newaxis]
+        seconds = np.einsum("sbpk,sk->sbp", t.layer_s[rows, :, :, tried], counts)
+        seconds += t.end_s[rows, roles[:, np.newaxis], :, tried]
         if stages > 1:
-            seconds[:-1] += t.send_s[self._sends(groups)][..., tried]
+            seconds[:-1] += t.send_s[self._sends(groups)[:, np.newaxis], :, tried]
         values = self._values(tried, seconds)
         best = float(values.max() if self.estimator.micro_batches or self.problem.slo else values[-1])
         return best if best > -math.inf else -1.0
@@ -118,15 +120,15 @@ class Chains:
         )
 
     def _values(self, batches: IntArray, seconds: FloatArray) -> FloatArray:
-        """As `hetplan.estimator.pipeline.pipeline_rates`, from (S, 2, B) seconds that begin with batch 1."""
-        prefill, decode = seconds[:, 0], seconds[:, 1]
+        """As `hetplan.estimator.pipeline.pipeline_rates`, from (S, B, 2) seconds that begin with batch 1."""
+        prefill, decode = seconds[..., 0], seconds[..., 1]
         slowest = prefill.max(axis=0) + decode.max(axis=0)
         rate = np.asarray(batches / slowest)
         if self.problem.slo is None:
             return rate
         latency, ttft = slowest, prefill.max(axis=0)
         if self.estimator.micro_batches:
-            latency = seconds.sum(axis=(0, 1))
+            latency = seconds.sum(axis=(0, 2))
             ttft = np.full_like(latency, prefill[:, 0].sum())
         tpot = (latency - ttft) / self._steps if self._steps > 0 else np.zeros_like(latency)
         return value_of(self.problem, PipelineRates(rate, ttft if self._steps > 0 else latency, tpot, latency))
