@@ -12,6 +12,7 @@ $(BIN)/hetplan: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m hetplan.precompile
 
 $(VENV)/dev: pyproject.toml $(BIN)/hetplan
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
@@ -26,6 +27,7 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 
 test: lint
+	$(BIN)/python -m hetplan.precompile
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-vllm: $(VENV)/dev

@@ -232,9 +232,10 @@ def verify(
     def run() -> tuple[dict[str, Any], Exit]:
         import hetplan as hp
         from hetplan.catalog.clusters import price_warnings
+        from hetplan.verification import examine_plan
 
         loaded = hp.Plan.load(plan)
-        violations = hp.verify(loaded)
+        violations, confirmed = examine_plan(loaded)
         used = {offer for d in loaded.deployments for p in d.pipelines for offer in p.nodes}
         offers = [pool.offer for pool in loaded.problem.cluster.pools if pool.offer.name in used]
         warnings = price_warnings(offers, _today(), max_age_days=max_price_age)
@@ -242,13 +243,12 @@ def verify(
             _console.print(f"warning: {warning}")
         for violation in violations:
             _console.print(f"violation: {violation}")
-        if not violations:
-            certificate = "no bound claimed" if loaded.certificate is None else f"bound {loaded.bound:.6g} confirmed"
-            _console.print(f"{plan}: sound; {certificate}")
+        bound = "no bound stated" if loaded.bound is None else "bound not confirmed"
+        _console.print(f"{plan}: {'faulty' if violations else 'sound'}; {confirmed or bound}")
         document = {
             "violations": [v.model_dump(mode="json") for v in violations],
             "warnings": warnings,
-            "bound_confirmed": loaded.bound if loaded.certificate is not None and not violations else None,
+            "bound_confirmed": loaded.bound if confirmed is not None and not violations else None,
         }
         return document, Exit.VIOLATIONS if violations else Exit.FINE
 

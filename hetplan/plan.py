@@ -126,10 +126,29 @@ class Certificate(Frozen):
 
     ``layer_rate``: with non-negative weights w per layer kind, no plan serves more than the sum over all
     machines of their best weighted layers per second, divided by the model's weighted layers.
+
+    ``dual``: with a price per machine of each pool, in the unit of a pipeline's worth (requests/s after the latency
+    penalty; for objective "cost" at most the demand), no pipeline is worth more than the machines it takes. The
+    machines of the cluster together then bound every plan.
+
+    ``enumeration``: the same prices, which here bound the plans less tightly than is stated. The pipelines that are
+    worth nearly as much as their machines are few; no set of them that the machines allow passes the stated bound.
+
+    Attributes
+    ----------
+    kind_weights : tuple of float
+        Of ``layer_rate``: one weight per layer kind of the model.
+    pool_prices : tuple of float
+        Of the other kinds: one price per pool of the problem's cluster, in its order.
+    usd_per_hour_per_request_rate : float or None
+        Of the other kinds, objective "cost" only: what one request/s is worth. A machine's price times this is at least
+        what the machine costs.
     """
 
-    kind: Literal["layer_rate"]
-    kind_weights: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)]
+    kind: Literal["layer_rate", "dual", "enumeration"]
+    kind_weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    pool_prices: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    usd_per_hour_per_request_rate: Annotated[float, Field(ge=0)] | None = None
 
 
 class Provenance(Frozen):

@@ -116,14 +116,29 @@ def test_a_config_json_is_a_model(run: Run, tmp_path: Path) -> None:
 def test_verify_estimate_and_diff(run: Run, plan_file: Path, plan: hp.Plan) -> None:
     code, out, said = run("verify", plan_file)
     assert (code, out) == (FINE, "")
-    assert "sound" in said
-    assert "bound" in said
+    bounded = f"sound; upper bound {plan.bound:.6g} req/s confirmed, by "
+    assert bounded in " ".join(said.split())
     code, _, said = run("estimate", plan_file)
     assert code == FINE
     assert f"{plan.requests_per_s:.3f} req/s" in said
     code, _, said = run("diff", plan_file, plan_file)
     assert code == FINE
     assert "+0.000 req/s" in said
+
+
+def test_verify_says_when_no_bound_is_stated_and_when_one_is_not_confirmed(
+    run: Run, plan_file: Path, plan: hp.Plan
+) -> None:
+    unbounded = {"bound": None, "gap": None, "certificate": None, "status": "feasible"}
+    plan.model_copy(update=unbounded).save(plan_file)
+    code, _, said = run("verify", plan_file)
+    assert code == FINE
+    assert "sound; no bound stated" in " ".join(said.split())
+    assert plan.bound is not None
+    plan.model_copy(update={"bound": plan.bound * 0.9999}).save(plan_file)
+    code, _, said = run("verify", plan_file)
+    assert code == VIOLATIONS
+    assert "faulty; bound not confirmed" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("what", ["models", "gpus", "instances", "offers"])

@@ -96,6 +96,7 @@ _SOLVERS: dict[str, tuple[str, str]] = {
     "auto": ("hetplan.solvers.placement.auto", "Auto"),
     "dp-beam": ("hetplan.solvers.placement.dp_beam", "DpBeam"),
     "even": ("hetplan.solvers.placement.even", "Even"),
+    "exact": ("hetplan.solvers.placement.exact", "Exact"),
     "helix": ("hetplan.solvers.placement.helix", "Helix"),
     "hexgen": ("hetplan.solvers.placement.hexgen", "HexGen"),
     "spotserve": ("hetplan.solvers.placement.spotserve", "SpotServe"),

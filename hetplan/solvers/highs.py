@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Status = Literal["optimal", "feasible", "infeasible", "no solution"]
 
 _INFINITY = highspy.kHighsInf
+# Rows hold within this: a demand of 1 that is met but for a millionth is not met.
+_FEASIBLE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,40 @@ class Milp:
         self.row_upper.append(most)
 
 
+@dataclass(frozen=True, slots=True)
+class LinearResult:
+    """The optimum of a linear program.
+
+    Attributes
+    ----------
+    values : (columns,) float array
+    prices : (rows,) float array
+        What one unit more of a row's limit would gain: its dual.
+    """
+
+    objective: float
+    values: NDArray[np.float64]
+    prices: NDArray[np.float64]
+
+
+def maximise_linear(program: Milp) -> LinearResult | None:
+    """Solve without the integer conditions; None where nothing is feasible."""
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in {"output_flag": False, "log_to_console": False, "threads": 1}.items():
+        solver.setOptionValue(name, value)
+    solver.passModel(_program(program, relaxed=True))
+    solver.run()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    solution = solver.getSolution()
+    # HiGHS reports the change of the objective per unit of the row, in its own sense: a gain here.
+    return LinearResult(
+        objective=float(solver.getInfo().objective_function_value),
+        values=np.array(solution.col_value),
+        prices=np.array(solution.row_dual),
+    )
+
+
 def maximise(
     milp: Milp,
     *,
@@ -106,6 +142,9 @@ def maximise(
         "random_seed": seed % 2**31,
         "time_limit": max(time_limit_s, 0.0),
         "mip_rel_gap": gap,
+        "mip_abs_gap": 0.0,
+        "mip_feasibility_tolerance": _FEASIBLE,
+        "primal_feasibility_tolerance": _FEASIBLE,
     }
     if max_nodes is not None:
         options["mip_max_nodes"] = max_nodes
@@ -119,7 +158,7 @@ def maximise(
     return _result(solver)
 
 
-def _program(milp: Milp) -> Any:
+def _program(milp: Milp, *, relaxed: bool = False) -> Any:
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = len(milp.gains), len(milp.row_lower)
     program.sense_ = highspy.ObjSense.kMaximize
@@ -127,7 +166,8 @@ def _program(milp: Milp) -> Any:
     program.col_lower_, program.col_upper_ = _bounds(milp.lower), _bounds(milp.upper)
     program.row_lower_, program.row_upper_ = _bounds(milp.row_lower), _bounds(milp.row_upper)
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    program.integrality_ = [kinds[whole] for whole in milp.integer]
+    if not relaxed:
+        program.integrality_ = [kinds[whole] for whole in milp.integer]
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     program.a_matrix_.start_ = np.array(milp.starts, dtype=np.int32)
     program.a_matrix_.index_ = np.array(milp.index, dtype=np.int32)

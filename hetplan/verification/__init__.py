@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hetplan.verification.placement import Violation, verify_plan
+from hetplan.verification.placement import Violation, confirmed_bound, examine_plan, verify_plan
 
-__all__ = ["Violation", "verify_plan"]
+__all__ = ["Violation", "confirmed_bound", "examine_plan", "verify_plan"]

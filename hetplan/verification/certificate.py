@@ -31,6 +31,23 @@ _MOST_GPUS = 64
 _ROLES = ((False, False), (True, False), (False, True), (True, True))
 
 
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What a certificate proves.
+
+    Attributes
+    ----------
+    bound : float
+        In the objective's unit.
+    why : str
+        By what it is proven or, where it does not hold, what contradicts the certificate.
+    """
+
+    bound: float
+    why: str
+    holds: bool
+
+
 def degree_allowed(attention: Attention, tensor_parallel: int) -> bool:
     """True when the heads divide over the GPUs, and the KV heads divide or replicate.
 
@@ -56,6 +73,11 @@ def allowed_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
         for degree in range(1, most + 1)
         if all(degree_allowed(kind.attention, degree) for kind in model.layer_kinds)
     ]
+
+
+def covered_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
+    """Degrees that certificates speak of: those that also divide the machine's GPUs."""
+    return [degree for degree in allowed_degrees(model, machine) if machine.gpu_count % degree == 0]
 
 
 def layer_rate_bound(problem: PlacementProblem, estimator: Estimator, kind_weights: Sequence[float]) -> float:
@@ -135,10 +157,6 @@ def _best_split(gpu_count: int, worth: Mapping[int, float]) -> float:
     return best[-1]
 
 
-def _covered_degrees(model: ModelSpec, machine: InstanceType) -> list[int]:
-    return [degree for degree in allowed_degrees(model, machine) if machine.gpu_count % degree == 0]
-
-
 def _machine_rate(
     problem: PlacementProblem,
     estimator: Estimator,
@@ -148,7 +166,7 @@ def _machine_rate(
 ) -> float:
     """Weighted layers per second of a machine whose GPUs are split into groups in the best way."""
     rates = {}
-    for degree in _covered_degrees(problem.model, machine):
+    for degree in covered_degrees(problem.model, machine):
         by_kind = [0.0]
         for kind, layer in _first_layers(problem.model).items():
             most = min(limit, _largest_batch(problem, estimator, machine, degree, layer))
@@ -198,7 +216,7 @@ def _largest_pipeline_batch(
     model = problem.model
     counts = [model.layer_pattern.count(kind) for kind in _first_layers(model)]
     rooms = {
-        name: {degree: _room(problem, estimator, machine, degree) for degree in _covered_degrees(model, machine)}
+        name: {degree: _room(problem, estimator, machine, degree) for degree in covered_degrees(model, machine)}
         for name, machine in machines.items()
     }
     options = [room for by_degree in rooms.values() for room in by_degree.values()]

@@ -22,16 +22,18 @@ from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
 from hetplan.catalog.engines import LIMITS, LimitName
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
-from hetplan.catalog.offers import Offer, Pool
+from hetplan.catalog.offers import Pool
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.base import Estimator, Phase, make_estimator
-from hetplan.plan import OPTIMALITY_GAP, Pipeline, Plan, Prediction, Stage
+from hetplan.plan import OPTIMALITY_GAP, Certificate, Pipeline, Plan, Prediction, Stage
 from hetplan.problem.placement import PlacementProblem
 from hetplan.units import BITS_PER_BYTE, SECONDS_PER_HOUR
-from hetplan.verification.certificate import allowed_degrees, layer_rate_bound
+from hetplan.verification.certificate import Proven, allowed_degrees, layer_rate_bound
 
 # Sums of the same numbers in another order differ by less than this.
 _TOLERANCE = 1e-9
+
+_UNITS = {"throughput": "req/s", "throughput_per_cost": "req/s per $/h", "cost": "$/h"}
 
 # Every code, and what it means; {value} and {limit} are the violation's.
 MEANINGS: dict[str, str] = {
@@ -59,7 +61,8 @@ MEANINGS: dict[str, str] = {
     "node_unused": "{value} stages run on it; a machine that is paid for has at least {limit}",
     "offer_unknown": "{value} is not offered; the cluster offers {limit}",
     "offer_of_other_type": "runs on a {value}; the node's offer is for a {limit}",
-    "regions_mixed": "its neighbour is in {value}, it is in {limit}, and no link joins them",
+    "node_visited_twice": "its stages are {value} of the pipeline; a node's stages follow one another: {limit}",
+    "regions_mixed": "its neighbour is in {limit}, it is in {value}; a pipeline stays in one region",
     "engine_limit_broken": "{value}; the engine asks that {limit}",
     "inventory_exceeded": "the plan uses {value} machines; the cluster has {limit}",
     "weights_do_not_fit": "weights, activations and the engine take {value} bytes a GPU; usable are {limit}",
@@ -162,6 +165,7 @@ class _Scene:
     machines: dict[str, InstanceType]
     pools: dict[str, Pool]
     known_figures: dict[str, _Figures] = field(default_factory=dict)
+    confirmed: list[str] = field(default_factory=list)
 
     def pipelines(self) -> Iterator[tuple[str, Pipeline]]:
         for d, deployment in enumerate(self.plan.deployments):
@@ -197,6 +201,16 @@ def verify_plan(plan: Plan) -> list[Violation]:
     list of Violation
         Empty when the plan is sound. A fault often shows in several places: changed layers also change times.
     """
+    return examine_plan(plan)[0]
+
+
+def confirmed_bound(plan: Plan) -> str | None:
+    """Which bound of the plan is proven and by what, as a phrase; None without a proven bound."""
+    return examine_plan(plan)[1]
+
+
+def examine_plan(plan: Plan) -> tuple[list[Violation], str | None]:
+    """What `verify_plan` and `confirmed_bound` say, at the cost of one."""
     found: list[Violation] = []
     try:
         # A fresh copy has no cached values of an earlier state.
@@ -229,7 +243,8 @@ def verify_plan(plan: Plan) -> list[Violation]:
         # How long the proof takes is bounded only where every field is within its own limits.
         if not malformed:
             found += _guarded("certificate", "a certificate", _check_certificate, scene)
-    return list(dict.fromkeys(found))
+    confirmed = [phrase for scene in scenes for phrase in scene.confirmed]
+    return list(dict.fromkeys(found)), confirmed[0] if confirmed else None
 
 
 def _guarded(where: str, needed: str, check: Callable[..., Iterable[Violation]], *arguments: Any) -> list[Violation]:
@@ -354,25 +369,27 @@ def _check_nodes(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Viol
             yield _found("offer_of_other_type", here, stage.instance_type, pool.offer.instance_type)
 
 
+def _check_order(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
+    """Engines order their ranks node by node."""
+    stages_on: dict[int, list[int]] = {}
+    for s, stage in enumerate(pipeline.stages):
+        stages_on.setdefault(stage.node, []).append(s)
+    for node, stages in stages_on.items():
+        if stages[-1] - stages[0] >= len(stages):
+            consecutive = list(range(stages[0], stages[0] + len(stages)))
+            yield _found("node_visited_twice", f"{where}.nodes[{node}]", stages, consecutive)
+
+
 def _check_regions(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
-    """Neighbouring stages are in one provider's region, or a link is given between their places."""
-    offers = [
-        scene.pools[pipeline.nodes[stage.node]].offer
-        for stage in pipeline.stages
-        if 0 <= stage.node < len(pipeline.nodes) and pipeline.nodes[stage.node] in scene.pools
+    places = [
+        f"{scene.pools[name].offer.provider}/{scene.pools[name].offer.region}" if name in scene.pools else None
+        for name in (
+            pipeline.nodes[stage.node] if 0 <= stage.node < len(pipeline.nodes) else "" for stage in pipeline.stages
+        )
     ]
-    links = [set(link.ends) for link in scene.problem.cluster.zone_links]
-    for s, (one, other) in enumerate(pairwise(offers), start=1):
-        if (one.provider, one.region) == (other.provider, other.region):
-            continue
-        pairs = [{a, b} for a in _places(one) for b in _places(other)]
-        if not any(pair in links for pair in pairs):
-            value, limit = f"{other.provider}/{other.region}", f"{one.provider}/{one.region}"
-            yield _found("regions_mixed", f"{where}.stages[{s}]", value, limit)
-
-
-def _places(offer: Offer) -> list[str]:
-    return [offer.region] if offer.zone is None else [offer.region, offer.zone]
+    for s, (one, other) in enumerate(pairwise(places), start=1):
+        if one is not None and other is not None and one != other:
+            yield _found("regions_mixed", f"{where}.stages[{s}]", other, one)
 
 
 def _check_groups(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
@@ -645,7 +662,8 @@ def _check_cost(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Viola
 _PIPELINE_CHECKS: dict[str, Callable[[_Scene, str, Pipeline], Iterator[Violation]]] = {
     "layers in order": _check_layers,
     "nodes and their offers": _check_nodes,
-    "places and the links between them": _check_regions,
+    "nodes one after another": _check_order,
+    "one region": _check_regions,
     "groups of GPUs": _check_groups,
     "an engine's limits": _check_engine,
     "memory of each stage": _check_memory,
@@ -744,21 +762,40 @@ def _check_certificate(scene: _Scene) -> Iterator[Violation]:
     if certificate is None or plan.bound is None or scene.problem.objective == "expected_cost":
         return
     try:
-        proven = layer_rate_bound(scene.problem, scene.estimator, certificate.kind_weights)
+        proven = _proven(scene, certificate, plan.bound)
     except ValueError as error:
         limit = "a usable weight for each kind of layer"
+        if certificate.kind != "layer_rate":
+            limit = "a usable price for each offer"
         yield _found("certificate_invalid", "certificate", str(error), limit)
         return
+    yield from _check_covered(scene)
+    minimised = scene.problem.objective == "cost"
+    overstated = plan.bound - proven.bound if minimised else proven.bound - plan.bound
+    if not (proven.holds and overstated <= _TOLERANCE * abs(plan.bound)):
+        yield _found("bound_not_proven", "bound", plan.bound, proven.bound if proven.holds else proven.why)
+        return
+    side = "lower" if minimised else "upper"
+    scene.confirmed.append(f"{side} bound {plan.bound:.6g} {_UNITS[scene.problem.objective]} confirmed, {proven.why}")
+
+
+def _proven(scene: _Scene, certificate: Certificate, stated: float) -> Proven:
+    if certificate.kind == "layer_rate":
+        bound = layer_rate_bound(scene.problem, scene.estimator, certificate.kind_weights)
+        return Proven(bound=bound, why="by the best rate of layers on each machine", holds=True)
+    # Only this proof needs a compiler.
+    from hetplan.verification.prices import proven_bound
+
+    return proven_bound(scene.problem, scene.estimator, certificate, stated)
+
+
+def _check_covered(scene: _Scene) -> Iterator[Violation]:
     for where, pipeline in scene.pipelines():
         for s, stage in enumerate(pipeline.stages):
             machine = scene.machines.get(stage.instance_type)
             if machine is not None and stage.tensor_parallel > 0 and machine.gpu_count % stage.tensor_parallel:
                 limit = f"degrees that divide {machine.gpu_count}"
                 yield _found("certificate_does_not_cover", f"{where}.stages[{s}]", stage.tensor_parallel, limit)
-    minimised = scene.problem.objective == "cost"
-    overstated = plan.bound - proven if minimised else proven - plan.bound
-    if not overstated <= _TOLERANCE * abs(proven):
-        yield _found("bound_not_proven", "bound", plan.bound, proven)
 
 
 _CHECKS: dict[str, Callable[[_Scene], Iterator[Violation]]] = {

@@ -36,6 +36,7 @@ RANKS = {
     "cli_compare": 8,
     "cli_measure": 7,
     "cli": 9,
+    "precompile": 8,
     "__main__": 10,
 }
 # `Calibration.fit` is a way to make the type, and fitting sits above the estimator.

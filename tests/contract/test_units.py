@@ -22,7 +22,7 @@ UNITS = (
 # Names whose unit is the whole name.
 UNIT_NAMES = {
     "requests_per_s", "output_tokens_per_s", "usd_per_million_output_tokens", "tokens", "seconds", "bytes_per_s",
-    "bytes",
+    "bytes", "usd_per_hour_per_request_rate",
 }  # fmt: skip
 
 # Counts, degrees, sizes of matrices in elements, fractions, indices: numbers that have no unit, or that carry it in
@@ -46,7 +46,7 @@ PLAIN = {
     "group_inputs", "group_outputs", "bits", "fill_inputs",
     # the unit is in another field, or in the objective's name
     "objective", "bound", "value", "low", "high", "limit", "band", "shape", "parameters", "requests_per_s_change",
-    "cost_usd_per_hour_change",
+    "cost_usd_per_hour_change", "pool_prices",
     # logarithms: a length scale, and weights of measured shapes
     "reach", "weights",
 }  # fmt: skip

@@ -81,6 +81,14 @@ def _groups(problem: PlacementProblem, pools: tuple[int, ...]) -> Iterator[list[
         yield [(node, degree) for node, way in enumerate(choice) for degree in way]
 
 
+def _orders(groups: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every order of the groups in which those of one machine stand side by side."""
+    for order in set(itertools.permutations(groups)):
+        visits = [node for node, _ in itertools.groupby(node for node, _ in order)]
+        if len(visits) == len(set(visits)):
+            yield order
+
+
 @cache
 def best_pipeline(name: str, pools: tuple[int, ...]) -> float:
     """Most requests/s of one pipeline on all of these machines."""
@@ -90,7 +98,7 @@ def best_pipeline(name: str, pools: tuple[int, ...]) -> float:
     for groups in _groups(problem, pools):
         if len(groups) > layers:
             continue
-        for order in set(itertools.permutations(groups)):
+        for order in _orders(groups):
             for parts in splits(layers, len(order)):
                 stages = [
                     StageShape(part, machines[node], degree, node)

@@ -54,9 +54,9 @@ def problem(name: str, layers: int, estimator: str, objective: str = "throughput
 
 
 def group_sequences(problem: PlacementProblem, *, whole_nodes: bool) -> Iterator[list[tuple[str, int, int]]]:
-    """Every order of groups (machine, degree, node) that the cluster has room for, as the beam counts nodes.
+    """Every sequence of groups (machine, degree, node) that the cluster has room for.
 
-    A group joins the open node of its type where it fits, and opens a new one otherwise.
+    A group stands on the node of the group before it, where it fits, or on a new one.
     """
     counts = {pool.offer.instance_type: pool.count for pool in problem.cluster.pools}
     machines = {machine.name: machine for machine in problem.cluster.instance_types}
@@ -66,22 +66,23 @@ def group_sequences(problem: PlacementProblem, *, whole_nodes: bool) -> Iterator
         for degree in machine.valid_tensor_parallel(problem.model)
         if not whole_nodes or degree == machine.gpu_count
     ]
-    most = sum(count * (1 if whole_nodes else machines[name].gpu_count) for name, count in counts.items())
-    for size in range(1, min(most, problem.model.layer_count) + 1):
-        for order in itertools.product(options, repeat=size):
-            free = dict.fromkeys(counts, 0)
-            node = dict.fromkeys(counts, -1)
-            opened = dict.fromkeys(counts, 0)
-            groups = []
-            for name, degree in order:
-                if free[name] < degree:
-                    opened[name] += 1
-                    free[name] = machines[name].gpu_count
-                    node[name] = sum(opened.values()) - 1
-                free[name] -= degree
-                groups.append((name, degree, node[name]))
-            if all(opened[name] <= counts[name] for name in counts):
-                yield groups
+
+    def longer(
+        groups: list[tuple[str, int, int]], free: int, left: dict[str, int]
+    ) -> Iterator[list[tuple[str, int, int]]]:
+        if groups:
+            yield groups
+        if len(groups) == problem.model.layer_count:
+            return
+        for name, degree in options:
+            if groups and name == groups[-1][0] and free >= degree:
+                yield from longer([*groups, (name, degree, groups[-1][2])], free - degree, left)
+            if left[name]:
+                node = groups[-1][2] + 1 if groups else 0
+                idle = machines[name].gpu_count - degree
+                yield from longer([*groups, (name, degree, node)], idle, left | {name: left[name] - 1})
+
+    yield from longer([], 0, counts)
 
 
 def splits(layers: int, stages: int) -> Iterator[list[tuple[int, int]]]:

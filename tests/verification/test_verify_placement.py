@@ -228,6 +228,14 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
     "an offer of another machine": ("offer_of_other_type", sound_plan, [(f"{A}.nodes.0", on_demand(G5))]),
     "another compute type": ("compute_dtype_differs", sound_plan, [(f"{A}.stages.0.compute_dtype", "fp16")]),
     "two regions in one pipeline": ("regions_mixed", plan_across_regions, []),
+    "a node left and visited again": (
+        "node_visited_twice",
+        sound_plan,
+        [
+            (f"{A}.stages", lambda s: (s[0], changed(s[0], "node", 1), s[1])),
+            (f"{A}.nodes", (on_demand(G6), on_demand(G6))),
+        ],
+    ),
     "two degrees on an engine that takes one": (
         "engine_limit_broken",
         sound_plan,
@@ -437,11 +445,21 @@ def test_a_looser_bound_is_proven_too() -> None:
     assert codes(plan.model_copy(update={"bound": bound, "gap": gap})) == set()
 
 
-def test_a_link_between_regions_allows_a_pipeline_across_them() -> None:
+def test_a_pipeline_stays_in_one_region_whatever_links_there_are() -> None:
     plan = plan_across_regions()
     assert codes(plan) == {"regions_mixed"}
     link = ZoneLink(ends=("us-east-1", "us-west-2"), link=Link(latency_s=0.06, bytes_per_s=1e9))
-    assert codes(changed(plan, "problem.cluster.zone_links", (link,))) == set()
+    assert codes(changed(plan, "problem.cluster.zone_links", (link,))) == {"regions_mixed"}
+
+
+def test_a_pipeline_visits_a_node_once_without_an_engine_too() -> None:
+    problem = make_problem({G6: 2})
+    back: list[HandStage] = [(0, 0, 1, (0, 12)), (1, 0, 1, (12, 20)), (0, 1, 1, (20, 32))]
+    plan = make_plan(problem, [make_pipeline(problem, [on_demand(G6), on_demand(G6)], back, count=1)])
+    assert [str(violation) for violation in verify_plan(plan)] == [
+        "deployments[0].pipelines[0].nodes[0]: its stages are [0, 2] of the pipeline; a node's stages follow one "
+        "another: [0, 1] [node_visited_twice]"
+    ]
 
 
 def test_stages_that_leave_a_node_and_come_back_break_an_engines_limits() -> None:
@@ -449,7 +467,7 @@ def test_stages_that_leave_a_node_and_come_back_break_an_engines_limits() -> Non
     there: list[HandStage] = [(0, 0, 1, (0, 8)), (0, 1, 1, (8, 16)), (1, 0, 1, (16, 24)), (1, 1, 1, (24, 32))]
     back = [there[0], there[2], there[1], there[3]]
     nodes = [on_demand(G6), on_demand(G6)]
-    for stages, expected in ((there, set()), (back, {"engine_limit_broken"})):
+    for stages, expected in ((there, set()), (back, {"engine_limit_broken", "node_visited_twice"})):
         ordered = [(node, gpu, degree, there[s][3]) for s, (node, gpu, degree, _) in enumerate(stages)]
         plan = make_plan(problem, [make_pipeline(problem, nodes, ordered, count=1)])
         assert codes(plan) == expected

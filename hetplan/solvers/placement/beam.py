@@ -1,8 +1,8 @@
 """Algorithm 1 of ShuntServe as one compiled loop over tables.
 
 A candidate is its last stage, the row of the candidate it extends, and what later stages need: the
-smallest stage capacity, the GPUs left in the open machine of each pool, the cost, a hash of its
-multiset of options. Complexity: O(N^2 / 2 * S * k * O) candidates, each timed over its at most S
+smallest stage capacity, the machines opened of each pool, the GPUs left on the last one, the cost, a hash of
+its multiset of options. Complexity: O(N^2 / 2 * S * k * O) candidates, each timed over its at most S
 stages and K kinds, so O(N^2 S^2 k O K) time and O(N S k) memory.
 """
 
@@ -128,8 +128,9 @@ def beam_search(
     Notes
     -----
     ``stage_s`` and ``send_s`` are laid out by `pack_seconds`. ``penalty`` is gamma of eq. 7, infinite for
-    hard limits, which complete pipelines must keep. With ``fill_nodes`` the stages on a machine follow one another
-    and use the whole of what ``pool_gpus`` grants.
+    hard limits, which complete pipelines must keep. A machine's stages follow one another: a stage joins the
+    machine of the stage before it where it is of that pool and fits, and opens one otherwise; what is left of the
+    old one stays idle. With ``fill_nodes`` nothing does: stages use the whole of what ``pool_gpus`` grants.
     Candidates of equal score keep the order in which they were found, as in the literal algorithm. A
     candidate is dropped as soon as the stages timed so far show that it cannot enter a full list.
     """
@@ -144,10 +145,10 @@ def beam_search(
     found = np.zeros((layers + 1, max_stages + 1), np.int64)
     score = np.zeros(rows)
     cost = np.zeros(rows)
-    # fits, multiset, option, first layer, parent row, whether the boundary before it is inside a node.
-    state = np.zeros((rows, 6), np.int64)
-    # Machines opened, then GPUs free in the open machine, of each pool.
-    held = np.zeros((rows, 2 * pools), np.int64)
+    # fits, multiset, option, first layer, parent row, whether the boundary before it is inside a node, GPUs left.
+    state = np.zeros((rows, 7), np.int64)
+    # Machines opened of each pool.
+    opened = np.zeros((rows, pools), np.int64)
 
     # The stages of the candidate that is being extended, first to last: option, first and end layer, inside.
     chain = np.zeros((max_stages + 1, 4), np.int64)
@@ -183,20 +184,17 @@ def beam_search(
                     older_p = 0.0
                     older_d = 0.0
                     older_sum = 0.0
+                    last_pool = option_pool[chain[s - 1, 0]] if s > 0 else -1
+                    idle = state[parent, 6]
                     for o in range(options):
                         pool = option_pool[o]
                         gpus = option_gpus[o]
-                        in_open = held[parent, pools + pool] >= gpus
-                        if fill_nodes:
-                            # A machine is filled before the next is opened, and none is left half used.
-                            if s > 0:
-                                last = option_pool[chain[s - 1, 0]]
-                                if held[parent, pools + last] > 0 and last != pool:
-                                    continue
-                            free = held[parent, pools + pool] if in_open else pool_gpus[pool]
-                            if complete and free != gpus:
-                                continue
-                        if not in_open and held[parent, pool] >= pool_count[pool]:
+                        in_open = pool == last_pool and idle >= gpus
+                        free = idle if in_open else pool_gpus[pool]
+                        # A machine is filled before the next is opened, and none is left half used.
+                        if fill_nodes and ((idle > 0 and not in_open) or (complete and free != gpus)):
+                            continue
+                        if not in_open and opened[parent, pool] >= pool_count[pool]:
                             continue
                         evaluations += 1
                         fits = min(state[parent, 0], capacity[low, o])
@@ -207,7 +205,7 @@ def beam_search(
                         chain[s, 0] = o
                         chain[s, 1] = low
                         chain[s, 2] = high
-                        chain[s, 3] = 1 if s > 0 and in_open and option_pool[chain[s - 1, 0]] == pool else 0
+                        chain[s, 3] = 1 if in_open else 0
 
                         price = cost[parent] if in_open else cost[parent] + pool_price[pool]
                         first = high * per_layer + (s + 1) * width
@@ -308,10 +306,10 @@ def beam_search(
                         while at > 0 and score[first + at - 1] < value:
                             score[first + at] = score[first + at - 1]
                             cost[first + at] = cost[first + at - 1]
-                            for i in range(6):
+                            for i in range(7):
                                 state[first + at, i] = state[first + at - 1, i]
-                            for i in range(2 * pools):
-                                held[first + at, i] = held[first + at - 1, i]
+                            for i in range(pools):
+                                opened[first + at, i] = opened[first + at - 1, i]
                             at -= 1
                         row = first + at
                         score[row] = value
@@ -322,13 +320,11 @@ def beam_search(
                         state[row, 3] = low
                         state[row, 4] = parent
                         state[row, 5] = chain[s, 3]
-                        for i in range(2 * pools):
-                            held[row, i] = held[parent, i]
-                        if in_open:
-                            held[row, pools + pool] -= gpus
-                        else:
-                            held[row, pool] += 1
-                            held[row, pools + pool] = pool_gpus[pool] - gpus
+                        state[row, 6] = free - gpus
+                        for i in range(pools):
+                            opened[row, i] = opened[parent, i]
+                        if not in_open:
+                            opened[row, pool] += 1
 
     best = -np.inf
     best_row = 0

@@ -40,6 +40,26 @@ def layer_rate_bound(problem: PlacementProblem, estimator: Estimator) -> Bound:
     """
     pools = list(range(len(problem.cluster.pools)))
     tables = build_tables(problem, estimator, stage_options(problem, pools, whole_nodes=False))
+    throughput, weights, rates = machine_rates(problem, tables)
+    certificate = Certificate(kind="layer_rate", kind_weights=tuple(float(w) for w in weights))
+    if problem.objective == "throughput_per_cost":
+        ratios = [
+            rate / pool.offer.billed_usd_per_hour for rate, pool in zip(rates, problem.cluster.pools, strict=True)
+        ]
+        return Bound(max(ratios), certificate)
+    if problem.objective == "cost":
+        return Bound(_least_cost(problem, rates, throughput), certificate)
+    return Bound(throughput, certificate)
+
+
+def machine_rates(problem: PlacementProblem, tables: StageTables) -> tuple[float, FloatArray, list[float]]:
+    """Requests/s of all machines together at most, the weights of kinds that prove it, and each machine's share.
+
+    Raises
+    ------
+    InfeasibleError
+        If no tensor-parallel degree fits.
+    """
     counts = np.asarray(problem.model.kind_counts, dtype=np.float64)
     seconds = _seconds_per_request(tables)
     best: tuple[float, FloatArray, list[float]] | None = None
@@ -52,18 +72,8 @@ def layer_rate_bound(problem: PlacementProblem, estimator: Estimator) -> Bound:
     if best is None:
         raise _no_degree(problem)
     throughput, weights, rates = best
-    certificate = Certificate(kind="layer_rate", kind_weights=tuple(float(w) for w in weights))
     per_request = float(counts @ weights)
-    machine_rates = [rate / per_request for rate in rates]
-    if problem.objective == "throughput_per_cost":
-        ratios = [
-            rate / pool.offer.billed_usd_per_hour
-            for rate, pool in zip(machine_rates, problem.cluster.pools, strict=True)
-        ]
-        return Bound(max(ratios), certificate)
-    if problem.objective == "cost":
-        return Bound(_least_cost(problem, machine_rates, throughput), certificate)
-    return Bound(throughput, certificate)
+    return throughput, weights, [rate / per_request for rate in rates]
 
 
 def _seconds_per_request(tables: StageTables) -> FloatArray:

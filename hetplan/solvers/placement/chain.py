@@ -48,7 +48,7 @@ def machine_sets(problem: PlacementProblem) -> list[MachineSet]:
         ways: list[tuple[tuple[object, ...], int, tuple[int, ...]]] = [(region, whole, tuple(valid))] if valid else []
         if problem.engine is not None:
             dtype = machine.gpu.runs_as(problem.model.compute_dtype)
-            counts = sorted({t.gpu_count for t in problem.cluster.instance_types} | set(valid))
+            counts = range(1, max(t.gpu_count for t in problem.cluster.instance_types) + 1)
             ways = [
                 ((*region, gpus, degree, dtype), gpus, (degree,))
                 for gpus in counts

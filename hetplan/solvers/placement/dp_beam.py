@@ -9,8 +9,9 @@
 | gamma, SLO | latency_penalty, slo |
 
 Departures: with ``search="paper"`` none (whole machines as one group, best throughput per cost first, then
-the leftovers). ``search="default"`` lets the GPUs of a machine form several stages of any valid degree,
-extracts by throughput per cost and by throughput and keeps the better plan, then picks each pipeline's best batch.
+the leftovers). ``search="default"`` lets the GPUs of a machine form several stages of any valid degree, one after
+another, extracts by throughput per cost and by throughput and keeps the better plan, then picks each pipeline's best
+batch.
 """
 
 from __future__ import annotations
@@ -275,19 +276,18 @@ class DpBeam:
 def _shapes(
     problem: PlacementProblem, tables: StageTables, found: IntArray, granted: dict[int, int]
 ) -> tuple[tuple[StageShape, ...], tuple[str, ...]]:
-    """Stages with the machines they open: a stage joins the open machine of its pool where it fits."""
+    """Stages with the machines they open: a stage joins the last machine where it is of its pool and fits."""
     stops = [*found[1:, 1].tolist(), problem.model.layer_count]
     nodes: list[int] = []
-    open_node: dict[int, tuple[int, int]] = {}
+    free = 0
     stages = []
     for (index, start), stop in zip(found.tolist(), stops, strict=True):
         option = tables.options[index]
-        node, free = open_node.get(option.pool, (-1, 0))
-        if free < option.degree:
-            node, free = len(nodes), granted[option.pool]
+        if not nodes or nodes[-1] != option.pool or free < option.degree:
             nodes.append(option.pool)
-        open_node[option.pool] = (node, free - option.degree)
-        stages.append(StageShape((start, stop), option.machine, option.degree, node))
+            free = granted[option.pool]
+        free -= option.degree
+        stages.append(StageShape((start, stop), option.machine, option.degree, len(nodes) - 1))
     return tuple(stages), tuple(problem.cluster.pools[pool].offer.name for pool in nodes)
 
 

@@ -1,0 +1,360 @@
+"""Sets of machines, and the best pipeline on each: what `exact` chooses among.
+
+A set is a tuple with the number of machines of every pool. Much is known of a set before its best pipeline is: a rate
+that none exceeds, and a rate that the relaxation of `covering` reaches. Both are computed as far as they are asked.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetplan.estimator.base import Estimator, FloatArray
+from hetplan.estimator.pipeline import StageShape, micro_batch, pipeline_rates, sequences_that_fit
+from hetplan.problem.placement import PlacementProblem
+from hetplan.solvers.base import PipelineChoice
+from hetplan.solvers.placement.arranging import arrange
+from hetplan.solvers.placement.chain import MachineSet, machine_sets
+from hetplan.solvers.placement.choice import value_of
+from hetplan.solvers.placement.covering import Covering, make_covering
+from hetplan.solvers.placement.pricing import best_ratio
+from hetplan.solvers.placement.rates import best_rate
+from hetplan.solvers.placement.search import best_under_limits
+from hetplan.solvers.placement.tables import IntArray, StageTables, build_tables, stage_options
+
+Machines = tuple[int, ...]
+
+# A rate is the best to this relative tolerance.
+EXACT = 2e-10
+# Sets that a space remembers while it prices; a power of two.
+_REMEMBERED = 1 << 16
+_MOST_BOXES = 10_000_000
+# Where an order of machines is looked for near to what the relaxation reaches: shares of its batch, times its seconds.
+_BATCHES_NEAR = (1.0, 0.96, 1.04, 0.9, 1.1)
+_FURTHEST, _STEP = 1.3, 2e-3
+_SECONDS_NEAR = 0.3
+_FOREVER = 1e6
+# Sums in another order differ by less than this.
+_ROUNDING = 1e-11
+# Partial pipelines that a search under latency limits keeps.
+_MOST_LABELS, _SECONDS_OF_LABELS = 10_000_000, 20.0
+
+
+@dataclass(slots=True)
+class Rated:
+    """What is known of a set of machines.
+
+    Attributes
+    ----------
+    upper : float
+        No pipeline on it is worth more.
+    reached : float
+        What a pipeline is worth in the relaxation; 0 where none is known.
+    value : float or None
+        What ``choice`` is worth; None until it was looked for.
+    choice : PipelineChoice or None
+    """
+
+    upper: float
+    reached: float = 0.0
+    value: float | None = None
+    choice: PipelineChoice | None = None
+
+    @property
+    def worth(self) -> float:
+        """The most that it may be worth; what its pipeline is worth once that is known."""
+        return self.upper if self.value is None else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """The answer to prices: a ratio of worth to price that is reached, what none exceeds, and the sets met."""
+
+    ratio: float
+    bound: float
+    work: float
+
+
+class Space:
+    """The pipelines of one region and engine setting."""
+
+    def __init__(
+        self, problem: PlacementProblem, estimator: Estimator, tables: StageTables, machines: MachineSet
+    ) -> None:
+        options = [
+            o for o, option in enumerate(tables.options) if option.degree in machines.degrees.get(option.pool, ())
+        ]
+        self.problem, self.estimator, self.tables, self.machines = problem, estimator, tables, machines
+        self.covering: Covering = make_covering(
+            problem, tables, machines.gpus, options, micro_batches=estimator.micro_batches
+        )
+        self.arrays, self.order = self.covering.arrays, self.covering.seconds
+        self.pools: list[int] = self.covering.pools.tolist()
+        self._layers = problem.model.layer_count
+        self._keys = np.random.default_rng(0).integers(1, 2**40, len(self.pools))
+        self._known = np.zeros((_REMEMBERED, 3))
+        self._members = np.zeros((_REMEMBERED, len(self.pools)), dtype=np.int64)
+
+    def holds(self, machines: Machines) -> bool:
+        """Whether all machines may stand in pipelines of this space."""
+        return sum(machines[pool] for pool in self.pools) == sum(machines)
+
+    def _most_stages(self, machines: Machines) -> int:
+        return min(self._layers, int(self.covering.gpus @ self._local(machines)))
+
+    def _local(self, machines: Machines) -> IntArray:
+        return np.array([machines[pool] for pool in self.pools], dtype=np.int64)
+
+    def rate(
+        self,
+        machines: Machines,
+        *,
+        least: float,
+        tolerance: float,
+        ordered: bool = False,
+        most_boxes: int = _MOST_BOXES,
+    ) -> tuple[float, float, tuple[int, int, float, float]]:
+        """Rate reached (0: none above ``least``), bound, and (batch, stages, x, y) of `best_rate`."""
+        counts = self._local(machines)
+        each = np.repeat(np.arange(counts.size), counts)
+        most = self._most_stages(machines)
+        found = best_rate(self.arrays, self.order, each, most, least, tolerance, most_boxes, ordered)
+        return found[0], found[1], found[2:6]
+
+    def place(self, machines: Machines, at: tuple[int, int, float, float]) -> PipelineChoice | None:
+        """A pipeline within what `rate` found; None where machines do not stand so in any order."""
+        batch, stages, x, y = at
+        if not self.estimator.micro_batches:
+            # Sequences in flight do not depend on them.
+            stages = self._most_stages(machines)
+        placed, _, _ = arrange(
+            self.arrays, self.order, self._local(machines), batch, stages,
+            x * (1 + _ROUNDING), y * (1 + _ROUNDING), (x + y) * (1 + _ROUNDING),
+        )  # fmt: skip
+        return None if len(placed) == 0 else self.choice([tuple(row) for row in placed.tolist()], batch)
+
+    def stands(self, machines: Machines) -> bool:
+        """Whether the machines hold all layers in any order, one sequence in a micro-batch, however long it takes."""
+        most = self._most_stages(machines)
+        return any(
+            len(arrange(self.arrays, self.order, self._local(machines), 1, stages, _FOREVER, _FOREVER, 2 * _FOREVER)[0])
+            for stages in (range(1, most + 1) if self.estimator.micro_batches else [most])
+        )
+
+    def order_near(self, machines: Machines, at: tuple[int, int, float, float]) -> PipelineChoice | None:
+        """A pipeline near to what the relaxation reaches, where no order of the machines reaches it."""
+        best, best_s, began = None, math.inf, time.monotonic()
+        batch, stages, x, y = at
+        most, local = self._most_stages(machines), self._local(machines)
+        for b in dict.fromkeys(max(1, round(batch * share)) for share in _BATCHES_NEAR):
+            for depth in dict.fromkeys(min(most, max(1, stages + more)) for more in (0, -1, 1)):
+                low, high = 1.0, min(_FURTHEST, best_s / (x + y))
+                while high - low > _STEP:
+                    # Many machines have many orders.
+                    if time.monotonic() - began > _SECONDS_NEAR:
+                        return best
+                    times = 0.5 * (low + high)
+                    placed, own_x, own_y = arrange(
+                        self.arrays, self.order, local, b, depth if self.estimator.micro_batches else most,
+                        x * times, y * times, (x + y) * times,
+                    )  # fmt: skip
+                    if len(placed) == 0:
+                        low = times
+                        continue
+                    high = times
+                    if own_x + own_y < best_s:
+                        best, best_s = self.choice([tuple(row) for row in placed.tolist()], b), own_x + own_y
+        return best
+
+    def choice(self, placed: Sequence[tuple[int, int, int, int]], batch: int) -> PipelineChoice:
+        """A pipeline from (option of the covering, first layer, end layer, machine) of each stage."""
+        stages, offers = [], dict[int, str]()
+        for option, first, end, machine in placed:
+            one = self.tables.options[int(self.covering.option[option])]
+            stages.append(StageShape((first, end), one.machine, one.degree, machine))
+            offers[machine] = self.problem.cluster.pools[one.pool].offer.name
+        return PipelineChoice(tuple(stages), tuple(offers[m] for m in sorted(offers)), batch)
+
+    def search(self, machines: Machines, least: float, most_labels: int) -> tuple[PipelineChoice | None, float, bool]:
+        """The best pipeline within latency limits that is worth more than ``least``, and whether that is proven."""
+        pools = tuple(pool for pool in self.pools for _ in range(machines[pool]))
+        fixed = dict(zip(self.pools, self.covering.fixed_stages.tolist(), strict=True))
+        mine = {pool: self.covering.option[self.covering.first_option[i] : self.covering.first_option[i + 1]].tolist()
+                for i, pool in enumerate(self.pools)}  # fmt: skip
+        found = best_under_limits(
+            self.problem, self.tables, self.estimator, pools, self.machines.gpus, fixed, mine,
+            at_least=least, most_labels=most_labels,
+        )  # fmt: skip
+        if not found.stages:
+            return None, 0.0, found.complete
+        numbers: dict[int, int] = {}
+        stages, offers = [], []
+        for option, first, end, machine in found.stages:
+            one = self.tables.options[option]
+            if machine not in numbers:
+                numbers[machine] = len(numbers)
+                offers.append(self.problem.cluster.pools[one.pool].offer.name)
+            stages.append(StageShape((first, end), one.machine, one.degree, numbers[machine]))
+        choice = PipelineChoice(tuple(stages), tuple(offers), found.micro_batch)
+        return choice, found.value, found.complete
+
+    def best_ratio(
+        self,
+        prices: FloatArray,
+        counts: Machines,
+        *,
+        least: float,
+        most_found: int,
+        tolerance: float,
+        cap: float,
+        most_work: float,
+    ) -> Priced:
+        """Most worth per price; see `pricing.best_ratio`."""
+        have, most = self._local(counts), self._most_stages(counts)
+        ratio, bound, work = best_ratio(
+            self.arrays, self.order, have, prices[self.pools], self._keys, self._known, self._members,
+            most, least, most_found, tolerance, cap, most_work,
+        )  # fmt: skip
+        return Priced(ratio, bound, work)
+
+    def remembered(self, prices: FloatArray, share: float) -> Iterable[tuple[Machines, float, float]]:
+        """Sets met while pricing that reach this share of their price: (set, rate reached, bound)."""
+        live = np.flatnonzero(self._known[:, 2] > 0)
+        paid = self._members[live] @ prices[self.pools]
+        for row in live[self._known[live, 2] >= share * paid].tolist():
+            machines = [0] * len(self.problem.cluster.pools)
+            for pool, count in zip(self.pools, self._members[row].tolist(), strict=True):
+                machines[pool] = count
+            yield tuple(machines), float(self._known[row, 2]), float(self._known[row, 1])
+
+
+@dataclass
+class Columns:
+    """All sets of machines of a problem, each rated as far as it was asked for."""
+
+    problem: PlacementProblem
+    estimator: Estimator
+    deadline: float = math.inf
+    rated: dict[Machines, Rated] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        pools = self.problem.cluster.pools
+        options = stage_options(self.problem, list(range(len(pools))), whole_nodes=False)
+        self.counts: Machines = tuple(pool.count for pool in pools)
+        self.costs = np.array([pool.offer.billed_usd_per_hour for pool in pools])
+        # For costs, more than the demand is worth nothing.
+        self.cap = np.inf
+        if self.problem.objective == "cost":
+            self.cap = self.problem.workload.requests_per_s or 0.0
+        self.limited = self.problem.slo is not None
+        self.tables = build_tables(self.problem, self.estimator, options)
+        self.spaces = [Space(self.problem, self.estimator, self.tables, one) for one in machine_sets(self.problem)]
+        self.spaces = [space for space in self.spaces if space.pools]
+
+    def rate(self, machines: Machines, *, least: float = 0.0, tolerance: float = 1e-2) -> Rated:
+        """What a set is worth in the relaxation, as far as that is more than ``least``."""
+        known = self.rated.get(machines)
+        if known is not None and (
+            known.value is not None or known.upper <= least or known.upper <= known.reached * (1 + 2 * tolerance)
+        ):
+            return known
+        reached, upper = 0.0, 0.0
+        for space in self.spaces:
+            if space.holds(machines):
+                rate, bound, _ = space.rate(machines, least=max(least, reached), tolerance=tolerance)
+                reached, upper = max(reached, rate), max(upper, bound)
+        if known is None:
+            known = self.rated[machines] = Rated(upper, reached)
+        else:
+            known.upper, known.reached = min(known.upper, upper), max(known.reached, reached)
+        return known
+
+    def realise(self, machines: Machines, *, least: float = 0.0, tolerance: float = EXACT, near: bool = False) -> Rated:
+        """The best pipeline on a set, which may leave some of the machines out; none unless worth more than ``least``.
+
+        ``near``: where the relaxation is not reached, one that comes near will do.
+        """
+        known = self.rated.setdefault(machines, Rated(np.inf))
+        if known.value is not None:
+            return known
+        value, choice, upper = least, None, 0.0
+        for space in self.spaces:
+            if not space.holds(machines):
+                continue
+            found: PipelineChoice | None
+            if self.limited:
+                # Latency aside, it may already be worth too little.
+                _, bound, _ = space.rate(machines, least=value, tolerance=1e-2)
+                if bound <= value * (1 + 1e-2) and value > 0:
+                    _, bound, _ = space.rate(machines, least=value, tolerance=tolerance)
+                if bound <= value * (1 + 2 * tolerance):
+                    upper = max(upper, bound)
+                    continue
+                labels = int(_MOST_LABELS * min(1.0, seconds_left(self.deadline) / _SECONDS_OF_LABELS))
+                found, worth, complete = space.search(machines, value, max(labels, 1000))
+                upper = max(upper, max(worth, value) if complete else bound)
+            else:
+                rate, bound, at = space.rate(machines, least=value, tolerance=tolerance)
+                found = space.place(machines, at) if rate > 0 else None
+                if rate > 0 and found is None and near:
+                    found = space.order_near(machines, at)
+                elif rate > 0 and found is None and not space.stands(machines):
+                    bound = 0.0
+                elif rate > 0 and found is None:
+                    rate, bound, at = space.rate(machines, least=value, tolerance=tolerance, ordered=True)
+                    found = space.place(machines, at) if rate > 0 else None
+                upper = max(upper, bound)
+            if found is not None:
+                found, worth = self.best_batch(found)
+                if worth > value:
+                    value, choice = worth, found
+        known.upper = max(min(known.upper, upper), value)
+        if choice is not None or least == 0.0:
+            known.value, known.choice, known.reached = value, choice, value
+        return known
+
+    def best_batch(self, choice: PipelineChoice) -> tuple[PipelineChoice, float]:
+        """The pipeline at its best micro-batch, whatever the estimator's own rule would take, and its value."""
+        most = micro_batch(
+            self.estimator, sequences_that_fit(self.problem, self.estimator, choice.stages), len(choice.stages)
+        )
+        batches = np.arange(1, most + 1)
+        values = value_of(self.problem, pipeline_rates(self.problem, self.estimator, choice.stages, batches))
+        best = int(np.argmax(values))
+        return PipelineChoice(choice.stages, choice.offers, best + 1), float(values[best])
+
+    def best_ratio(
+        self, prices: FloatArray, *, least: float, most_found: int, tolerance: float, most_work: float
+    ) -> Priced:
+        """Most worth per price of any set, in the relaxation; the sets met become known."""
+        ratio, bound, work = 0.0, 0.0, 0.0
+        for space in self.spaces:
+            found = space.best_ratio(
+                prices, self.counts, least=max(least, ratio), most_found=most_found, tolerance=tolerance, cap=self.cap,
+                most_work=max(1.0, most_work - work),
+            )  # fmt: skip
+            ratio, bound, work = max(ratio, found.ratio), max(bound, found.bound), work + found.work
+            for machines, reached, upper in space.remembered(prices, 0.98 * max(least, ratio)):
+                known = self.rated.get(machines)
+                if known is None and len(self.spaces) == 1:
+                    self.rated[machines] = Rated(upper, reached)
+                elif known is None:
+                    # Another space may hold the set as well.
+                    self.rated[machines] = Rated(np.inf, reached)
+                elif known.value is None:
+                    known.reached = max(known.reached, reached)
+        return Priced(ratio, bound, work)
+
+
+def price_of(machines: Machines, prices: FloatArray) -> float:
+    """What a set costs at some prices."""
+    return float(np.dot(machines, prices))
+
+
+def seconds_left(deadline: float) -> float:
+    """Until a reading of `time.monotonic`; 0 after it."""
+    return max(0.0, deadline - time.monotonic())
