@@ -17,6 +17,9 @@ from hetplan.solvers.placement.dp_beam import DpBeam
 from hetplan.solvers.placement.even import Even
 from hetplan.solvers.placement.exact import Exact
 
+# Under limits on latency the exact search of a large model is slow, and rarely better than the heuristics.
+_LIMITED_S = 10.0
+
 
 class Auto:
     """Runs `Even` and `DpBeam` for a plan at once, then `Exact`, and keeps the best plan and the tightest bound.
@@ -75,10 +78,11 @@ class Auto:
             if best is not None and remaining() == 0.0:
                 break
             exact = solver is self._exact
+            limit_s = min(remaining(), _LIMITED_S) if exact and problem.slo is not None else remaining()
             try:
                 found = solver.solve(
                     problem,
-                    time_limit_s=remaining(),
+                    time_limit_s=limit_s,
                     seed=seed,
                     warm_start=warm_start,
                     on_incumbent=progress if exact else None,

@@ -159,7 +159,11 @@ class _Run:
         """All sets of machines."""
         grid = sorted(itertools.product(*(range(count + 1) for count in self.columns.counts)), key=sum)[1:]
         parts = np.zeros([count + 1 for count in self.columns.counts])
-        complete = True
+        proof, complete = None, True
+        if self.columns.limited:
+            # The proof leaves latency out, as only then machines alone say what a pipeline may be worth.
+            free = replace(self, problem=self.problem.replace(slo=None, latency_penalty=0.0))
+            proof = free._prove_free(grid)
         for machines in grid:
             if time.monotonic() > self.deadline:
                 complete = False
@@ -169,15 +173,12 @@ class _Run:
             parts[machines] = max(least if self.problem.objective != "throughput_per_cost" else 0.0, known.worth)
         chosen = self._choose(grid)
         if not complete:
-            return self._at_once(solver, chosen)
+            return self._at_once(solver, chosen, proof)
         if not chosen:
             raise self._none(complete)
         objective = self._objective(chosen)
-        proof = self._prove(grid)
-        if proof is not None and self.columns.limited:
-            # The proof leaves latency out, as only then machines alone say what a pipeline may be worth.
-            free = replace(self, problem=self.problem.replace(slo=None, latency_penalty=0.0))
-            proof = free._prove_free(grid)
+        if not self.columns.limited:
+            proof = self._prove(grid)
         if proof is None:
             bound = layer_rate_bound(self.problem, self.estimator)
             return self._solution(solver, chosen, bound.value, bound.certificate)
@@ -188,17 +189,20 @@ class _Run:
                 proof.bound = objective if self.problem.objective == "cost" else objective * (1 + 4 * _MARGIN)
         return self._solution(solver, chosen, proof.bound, proof.certificate(kind))
 
-    def _at_once(self, solver: Exact, chosen: Sequence[Rated]) -> Solution:
-        """When time is over: what there is or what heuristics find, whichever is better, with a bound by no search."""
-        bound = layer_rate_bound(self.problem, self.estimator)
-        best = self._solution(solver, chosen, bound.value, bound.certificate) if chosen else None
+    def _at_once(self, solver: Exact, chosen: Sequence[Rated], proof: Proof | None = None) -> Solution:
+        """When time is over: what there is or what heuristics find, whichever is better, with the bound there is."""
+        quick = layer_rate_bound(self.problem, self.estimator)
+        bound, certificate = quick.value, quick.certificate
+        if proof is not None:
+            bound, certificate = proof.bound, proof.certificate()
+        best = self._solution(solver, chosen, bound, certificate) if chosen else None
         for heuristic in (Even(), DpBeam()):
             try:
                 found = heuristic.solve(self.problem, time_limit_s=0.0)
             except (InfeasibleError, NoSolutionError):
                 continue
             if better(self.problem, found.objective, None if best is None else best.objective):
-                best = Solution(found.pipelines, found.objective, bound.value, bound.certificate, {"gap": solver.gap})
+                best = Solution(found.pipelines, found.objective, bound, certificate, {"gap": solver.gap})
         if best is None:
             raise self._none(complete=False)
         return best
