@@ -28,6 +28,12 @@ WINDOW_HOURS = 50 / 60
 PAPER_ESTIMATED = {"Llama-3.1-70B": {1: 2.382, 3: 2.830, 11: 2.830}, "Qwen3-32B": {1: 9.424, 3: 9.424, 11: 9.424}}
 PAPER_SECONDS = {"Llama-3.1-70B": {1: "15.90", 11: "about 94"}, "Qwen3-32B": {1: "11.49", 11: "about 75"}}
 PAPER_MEASURED = {"Llama-3.1-70B": (1.53, 1.07), "Qwen3-32B": (4.59, 4.39)}
+# Offline throughput, by the solver that stands for the system; "dp-beam" stands for ShuntServe, "even" for vLLM.
+PAPER_RIVALS: dict[str, dict[str, float]] = {
+    "Llama-3.1-70B": {"dp-beam": 1.53, "hexgen": 1.31, "alpaserve": 1.08, "even": 1.07},
+    "Qwen3-32B": {"dp-beam": 4.59, "even": 4.39, "alpaserve": 4.14, "hexgen": 3.39},
+}
+ALL_SOLVERS = ("exact", "dp-beam", "hexgen", "alpaserve", "helix", "spotserve", "even")
 PAPER_PIPELINES = {"Llama-3.1-70B": 2, "Qwen3-32B": 4}
 
 SEARCHES: list[tuple[str, dict[str, Any]]] = [
@@ -150,6 +156,40 @@ def bounds() -> str:
     return table(["model", "req/s", "proven bound", "gap", "pipelines", "$/h", "violations found by verify"], rows)
 
 
+def solvers() -> str:
+    """Every solver on the paper's cluster, beside the paper's measured order."""
+    rows = []
+    for title, model in MODELS.items():
+        made: dict[str, dict[str, hp.Plan | None]] = {}
+        for solver in ALL_SOLVERS:
+            made[solver] = {}
+            for estimator in ("paper", "calibrated"):
+                try:
+                    options = {"beam_width": 3} if solver == "dp-beam" else {}
+                    made[solver][estimator] = hp.optimize(
+                        model=model,
+                        cluster=CLUSTER,
+                        workload=WORKLOAD,
+                        estimator=estimator,
+                        solver=solver,
+                        time_limit_s=30,
+                        **options,
+                    )
+                except (hp.NoSolutionError, hp.InfeasibleError):
+                    made[solver][estimator] = None
+        best = {e: max(p.requests_per_s for m in made.values() if (p := m[e])) for e in ("paper", "calibrated")}
+        for solver, plans in made.items():
+            measured_ = PAPER_RIVALS[title].get(solver)
+            row = [title, solver, "" if measured_ is None else f"{measured_:.2f}"]
+            for estimator, found in plans.items():
+                row.append("no plan" if found is None else f"{found.requests_per_s:.3f}")
+                row.append("" if found is None else f"{100 * (found.requests_per_s / best[estimator] - 1):+.1f}%")
+            rows.append(row)
+    estimates = ['estimator "paper"', "to the best", 'estimator "calibrated"', "to the best"]
+    head = ["model", "solver", "paper measured", *estimates]
+    return table(head, rows)
+
+
 def times() -> str:
     """Seconds of the optimiser."""
     rows = []
@@ -212,6 +252,7 @@ TABLES = {
     "what-if": what_if,
     "measured": measured,
     "bounds": bounds,
+    "solvers": solvers,
     "times": times,
 }
 

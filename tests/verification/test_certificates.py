@@ -457,3 +457,37 @@ def test_prices_of_a_cost_bound_are_worth_what_the_machines_cost() -> None:
     low = refused(pool_prices=(10.0, 30.0), usd_per_hour_per_request_rate=0.09)
     assert low == "own/here/small/on_demand is priced 0.9 $/h and costs 1"
     assert "finite" in refused(pool_prices=(math.nan, 30.0), usd_per_hour_per_request_rate=1.0)
+
+
+def test_tampering_with_a_plan_of_the_exact_solver_is_told_apart() -> None:
+    """A layer moved, the objective raised, the bound lowered, a price altered: each by a message of its own."""
+    workload = hp.Workload(input_tokens=763, output_tokens=232)
+    machines = {"g6.12xlarge": 1, "g5.12xlarge": 1}
+    plan = hp.optimize(model="qwen3-32b", cluster=machines, workload=workload, solver="exact")
+    assert plan.status == "optimal"
+    assert found_in(plan) == []
+    assert plan.certificate is not None
+    assert plan.bound is not None
+    deployment = plan.deployments[0]
+    pipeline = next(p for p in deployment.pipelines if len(p.stages) > 1)
+    first, second, *rest = pipeline.stages
+    moved = pipeline.replace(
+        stages=(
+            first.replace(layers=(0, first.layers[1] + 1)),
+            second.replace(layers=(first.layers[1] + 1, second.layers[1])),
+            *rest,
+        )
+    )
+    pipelines = tuple(moved if p is pipeline else p for p in deployment.pipelines)
+    prices = plan.certificate.pool_prices
+    cheaper = plan.certificate.replace(pool_prices=(prices[0] * 0.9, *prices[1:]))
+    tampered = {
+        "weight_bytes_differ": plan.model_copy(
+            update={"deployments": (deployment.model_copy(update={"pipelines": pipelines}),)}
+        ),
+        "objective_differs": plan.model_copy(update={"objective": plan.objective * 1.1}),
+        "bound_not_proven": plan.model_copy(update={"bound": plan.bound * 0.9}),
+        "proves nothing": plan.model_copy(update={"certificate": cheaper}),
+    }
+    for said, other in tampered.items():
+        assert any(said in line for line in found_in(other)), (said, found_in(other))
