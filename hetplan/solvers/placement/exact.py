@@ -73,6 +73,8 @@ _LOOK_PULL, _LESS_PULL = 0.5, 0.2
 _ROUGH, _FINE = 1e-2, 5e-4
 # How much less than their price sets may be worth which help to choose whole numbers.
 _SLACK = 0.03
+# The same share while there is no choice at all.
+_ANY = 0.3
 
 
 @dataclass(slots=True)
@@ -623,21 +625,21 @@ class _Run:
 
     def _whole_numbers(self, proof: Proof, before: list[Machines]) -> list[Machines]:
         """The best whole pipelines among the columns near their price, each on machines in order."""
-        best, share = before, 1 - _SLACK
+        best = before
         for _ in range(_ROUNDS):
             chosen = self._realised(proof, best)
-            if not chosen:
-                break
-            objective = self._objective(self._rated(chosen))
-            improved = not best or better(self.problem, objective, self._objective(self._rated(best)))
-            if improved:
-                best, self.incumbent = chosen, objective
-                self._report(objective, proof.bound, f"{len(chosen)} pipelines")
-            if self._distance(proof.bound, objective) <= self.gap or seconds_left(self.deadline) <= 0:
-                break
-            # Sets around the chosen ones that are nearly worth their price.
-            added = 0
-            for machines in dict.fromkeys(_around(best, self.columns.counts)):
+            improved = False
+            if chosen:
+                objective = self._objective(self._rated(chosen))
+                improved = not best or better(self.problem, objective, self._objective(self._rated(best)))
+                if improved:
+                    best, self.incumbent = chosen, objective
+                    self._report(objective, proof.bound, f"{len(chosen)} pipelines")
+                if self._distance(proof.bound, objective) <= self.gap:
+                    break
+            # Sets around the chosen ones that are nearly worth their price; any, while nothing is chosen.
+            share, added = (1 - _SLACK if best else _ANY), 0
+            for machines in dict.fromkeys(_around(best or self._linear_used(), self.columns.counts)):
                 least = share * price_of(machines, proof.prices)
                 known = self.columns.rated.get(machines)
                 if known is not None and (known.value is not None or known.upper <= least or known.reached > 0):
@@ -645,7 +647,7 @@ class _Run:
                 if seconds_left(self.deadline) <= 0:
                     break
                 added += self.columns.rate(machines, least=least, tolerance=_ROUGH).reached > 0
-            if not added and not improved:
+            if seconds_left(self.deadline) <= 0 or (not added and not improved):
                 break
         return best
 
@@ -653,7 +655,8 @@ class _Run:
         """The best whole numbers of columns, once the pipeline of each that is chosen is known."""
         columns = self.columns
         while True:
-            near = [m for m in self._columns() if self._worth(m) >= (1 - _SLACK) * price_of(m, proof.prices)]
+            share = 1 - _SLACK if before else _ANY
+            near = [m for m in self._columns() if self._worth(m) >= share * price_of(m, proof.prices)]
             sets = list(dict.fromkeys([*near, *self._linear_used(), *before]))
             chosen = self._whole(sets, time_limit_s=max(0.3, min(5.0, 0.3 * seconds_left(self.deadline))))
             if chosen is None:
