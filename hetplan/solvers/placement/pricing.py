@@ -364,7 +364,10 @@ def best_ratio(
                 # then they are; exactly in small boxes.
                 now = cheapest_cover(needed, most, depth, never, wanted, prices, budget, rows, spare, slow, anyhow)
                 small = widest < _SMALL
-                cells = (depth + 1 if counted else 1) * needed * pools * 1e-5
+                machines_tried = 0
+                for p in range(pools):
+                    machines_tried += wanted[p]
+                cells = (depth + 1 if counted else 1) * needed * machines_tried * 1e-5
                 work += cells
                 if now < np.inf and counted:
                     now = cheapest_cover(
