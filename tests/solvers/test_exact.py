@@ -77,6 +77,38 @@ def test_no_solver_beats_the_best_of_all_plans(category: str, seed: int) -> None
             assert plan.objective <= case.best.objective * (1 + SAME), solver
 
 
+# ---- large inventories
+
+
+@named(
+    [(category, 0) for category in ("one pool", "unequal networks", "experts", "windows", "zigzag", "cost", "paper")]
+)
+def test_prices_bound_every_plan_also_when_sets_are_not_enumerated(
+    category: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetplan.solvers.placement.exact._FEW_SETS", 0)
+    case = case_of(category, seed)
+    assert case.best is not None
+    with times_of(category):
+        plan = verified(hp.optimize(case.problem, solver="exact", gap=1e-4, time_limit_s=5))
+    assert plan.bound is not None
+    if case.problem.objective == "cost":
+        assert plan.bound <= case.best.objective * (1 + SAME)
+        assert plan.objective >= case.best.objective * (1 - SAME)
+    else:
+        assert plan.bound >= case.best.objective * (1 - SAME)
+        assert plan.objective <= case.best.objective * (1 + SAME)
+
+
+def test_eighty_machines_are_planned_to_a_proven_gap() -> None:
+    workload = hp.Workload(input_tokens=763, output_tokens=232)
+    machines = {"g6.xlarge": 40, "g5.xlarge": 40}
+    plan = hp.optimize(model="llama-3.1-8b", cluster=machines, workload=workload, solver="exact", gap=0.05)
+    assert verified(plan).gap is not None
+    assert plan.gap is not None
+    assert plan.gap <= 0.05
+
+
 # ---- what trying everything finds is right
 
 
