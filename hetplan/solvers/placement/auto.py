@@ -12,7 +12,7 @@ from hetplan.plan import Certificate, Plan
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, Progress, Solution, Solver, check_time_limit
 from hetplan.solvers.placement.bound import layer_rate_bound
-from hetplan.solvers.placement.choice import better
+from hetplan.solvers.placement.choice import better, tighter
 from hetplan.solvers.placement.dp_beam import DpBeam
 from hetplan.solvers.placement.even import Even
 from hetplan.solvers.placement.exact import Exact
@@ -67,7 +67,7 @@ class Auto:
 
         def progress(made: Progress) -> None:
             nonlocal proven
-            if made.bound is not None and _tighter(problem, made.bound, proven):
+            if made.bound is not None and tighter(problem, made.bound, proven):
                 proven = made.bound
             objective = None if best is None else best.objective
             if made.objective is not None and better(problem, made.objective, objective):
@@ -105,12 +105,8 @@ class Auto:
         )
 
 
-def _tighter(problem: PlacementProblem, bound: float, than: float) -> bool:
-    return bound > than if problem.objective == "cost" else bound < than
-
-
 def _tightest(
     problem: PlacementProblem, one: tuple[float, Certificate], other: tuple[float, Certificate]
 ) -> tuple[float, Certificate]:
     """The tighter of two proven bounds with its certificate."""
-    return one if _tighter(problem, one[0], other[0]) else other
+    return one if tighter(problem, one[0], other[0]) else other

@@ -74,6 +74,11 @@ def objective_of(problem: PlacementProblem, pipelines: Sequence[PipelineChoice],
     return total
 
 
+def tighter(problem: PlacementProblem, bound: float, than: float) -> bool:
+    """True when a proven bound says more than another: higher for costs, lower otherwise."""
+    return bound > than if problem.objective == "cost" else bound < than
+
+
 def better(problem: PlacementProblem, objective: float, than: float | None) -> bool:
     """True when an objective beats another: lower for costs, higher otherwise."""
     if than is None:

@@ -72,7 +72,7 @@ class Rated:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The answer to prices: a ratio of worth to price that is reached, what none exceeds, and the sets met."""
+    """The answer to prices: a ratio of worth to price that is reached, what none exceeds, and the work it took."""
 
     ratio: float
     bound: float
@@ -135,7 +135,7 @@ class Space:
             self.arrays, self.order, self._local(machines), batch, stages,
             x * (1 + _ROUNDING), y * (1 + _ROUNDING), (x + y) * (1 + _ROUNDING),
         )  # fmt: skip
-        return None if len(placed) == 0 else self.choice([tuple(row) for row in placed.tolist()], batch)
+        return None if len(placed) == 0 else self._arranged(placed, batch)
 
     def stands(self, machines: Machines) -> bool:
         """Whether the machines hold all layers in any order, one sequence in a micro-batch, however long it takes."""
@@ -167,17 +167,24 @@ class Space:
                         continue
                     high = times
                     if own_x + own_y < best_s:
-                        best, best_s = self.choice([tuple(row) for row in placed.tolist()], b), own_x + own_y
+                        best, best_s = self._arranged(placed, b), own_x + own_y
         return best
 
-    def choice(self, placed: Sequence[tuple[int, int, int, int]], batch: int) -> PipelineChoice:
-        """A pipeline from (option of the covering, first layer, end layer, machine) of each stage."""
-        stages, offers = [], dict[int, str]()
+    def choice(self, placed: Iterable[Sequence[int]], batch: int) -> PipelineChoice:
+        """A pipeline from (option of the tables, first layer, end layer, machine) of each stage."""
+        numbers: dict[int, int] = {}
+        stages, offers = [], []
         for option, first, end, machine in placed:
-            one = self.tables.options[int(self.covering.option[option])]
-            stages.append(StageShape((first, end), one.machine, one.degree, machine))
-            offers[machine] = self.problem.cluster.pools[one.pool].offer.name
-        return PipelineChoice(tuple(stages), tuple(offers[m] for m in sorted(offers)), batch)
+            one = self.tables.options[option]
+            if machine not in numbers:
+                numbers[machine] = len(numbers)
+                offers.append(self.problem.cluster.pools[one.pool].offer.name)
+            stages.append(StageShape((first, end), one.machine, one.degree, numbers[machine]))
+        return PipelineChoice(tuple(stages), tuple(offers), batch)
+
+    def _arranged(self, placed: IntArray, batch: int) -> PipelineChoice:
+        """What `arrange` placed, whose options are the covering's."""
+        return self.choice([(int(self.covering.option[o]), *rest) for o, *rest in placed.tolist()], batch)
 
     def search(self, machines: Machines, least: float, most_labels: int) -> tuple[PipelineChoice | None, float, bool]:
         """The best pipeline within latency limits that is worth more than ``least``, and whether that is proven."""
@@ -191,16 +198,7 @@ class Space:
         )  # fmt: skip
         if not found.stages:
             return None, 0.0, found.complete
-        numbers: dict[int, int] = {}
-        stages, offers = [], []
-        for option, first, end, machine in found.stages:
-            one = self.tables.options[option]
-            if machine not in numbers:
-                numbers[machine] = len(numbers)
-                offers.append(self.problem.cluster.pools[one.pool].offer.name)
-            stages.append(StageShape((first, end), one.machine, one.degree, numbers[machine]))
-        choice = PipelineChoice(tuple(stages), tuple(offers), found.micro_batch)
-        return choice, found.value, found.complete
+        return self.choice(found.stages, found.micro_batch), found.value, found.complete
 
     def best_ratio(
         self,

@@ -30,9 +30,10 @@ from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.plan import Certificate, Plan
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, Progress, Solution, check_time_limit
+from hetplan.solvers.build import relative_gap
 from hetplan.solvers.highs import Milp, maximise, maximise_linear
 from hetplan.solvers.placement.bound import layer_rate_bound, machine_rates, refuse_infeasible
-from hetplan.solvers.placement.choice import better
+from hetplan.solvers.placement.choice import better, tighter
 from hetplan.solvers.placement.columns import Columns, Machines, Rated, price_of, seconds_left
 from hetplan.solvers.placement.dp_beam import DpBeam
 from hetplan.solvers.placement.even import Even
@@ -473,12 +474,12 @@ class _Run:
             else:
                 # First the prices of few columns tell which sets are of no interest.
                 duals = self._linear(self._columns(), known=True) or self._neighbours(proof, pricing)
-            gap = self._distance(proof.bound, duals.value)
+            gap = relative_gap(proof.bound, duals.value)
             over = seconds_left(pricing) <= 0 or stuck > _PATIENCE
             if gap <= 0.9 * wanted or over:
                 if final:
                     chosen = self._whole_numbers(proof, chosen)
-                    reached = self._distance(proof.bound, self._objective(self._rated(chosen))) if chosen else math.inf
+                    reached = relative_gap(proof.bound, self._objective(self._rated(chosen))) if chosen else math.inf
                     if over or reached <= wanted or gap >= 0.5 * looked or seconds_left(self.deadline) <= 0:
                         return proof, chosen
                     looked = gap
@@ -503,7 +504,7 @@ class _Run:
             if found.work > 500:
                 self.work_per_second = found.work / max(time.monotonic() - began, 1e-3)
             better = self._proof(prices * max(found.bound, known) * (1 + _MARGIN))
-            if self._tighter(better.bound, proof.bound):
+            if tighter(self.problem, better.bound, proof.bound):
                 proof, pull = better, max(_LEAST_PULL, 0.7 * pull)
                 if final:
                     self._report(self.incumbent, proof.bound, f"{len(self.columns.rated)} sets of machines")
@@ -514,34 +515,24 @@ class _Run:
     def _rated(self, chosen: Sequence[Machines]) -> list[Rated]:
         return [self.columns.rated[machines] for machines in chosen]
 
-    def _distance(self, bound: float, objective: float) -> float:
-        return abs(bound - objective) / max(objective, 1e-12)
-
-    def _tighter(self, bound: float, than: float) -> bool:
-        return bound > than if self.problem.objective == "cost" else bound < than
-
     def _first_columns(self, warm_start: Plan | None) -> None:
         """One machine or several of a pool, and the sets of an older plan or of a plan by heuristics."""
         counts, rated = self.columns.counts, self.columns.rated
         for pool, count in enumerate(counts):
             for copies in range(1, min(count, _COPIES) + 1):
                 self.columns.rate(_unit(pool, len(counts), copies))
-        sets: list[tuple[Sequence[str], float]] = []
+        sets: list[Sequence[str]] = []
         if warm_start is not None:
-            sets = [
-                (p.nodes, p.predictions.requests_per_s.value)
-                for deployment in warm_start.deployments
-                for p in deployment.pipelines
-            ]
+            sets = [p.nodes for deployment in warm_start.deployments for p in deployment.pipelines]
         elif any(not any(m[pool] for m in self._columns()) for pool, count in enumerate(counts) if count):
             for heuristic in (Even(), DpBeam()):
                 try:
                     found = heuristic.solve(self.problem, time_limit_s=0.2 * seconds_left(self.deadline))
                 except (InfeasibleError, NoSolutionError):
                     continue
-                sets += [(choice.offers, 0.0) for choice in found.pipelines]
+                sets += [choice.offers for choice in found.pipelines]
         names = {pool.offer.name: number for number, pool in enumerate(self.problem.cluster.pools)}
-        for offers, _ in sets:
+        for offers in sets:
             taken = [0] * len(counts)
             for offer in offers:
                 if offer in names:
@@ -635,7 +626,7 @@ class _Run:
                 if improved:
                     best, self.incumbent = chosen, objective
                     self._report(objective, proof.bound, f"{len(chosen)} pipelines")
-                if self._distance(proof.bound, objective) <= self.gap:
+                if relative_gap(proof.bound, objective) <= self.gap:
                     break
             # Sets around the chosen ones that are nearly worth their price; any, while nothing is chosen.
             share, added = (1 - _SLACK if best else _ANY), 0
@@ -693,7 +684,7 @@ class _Run:
             if best is not None:
                 objective = self._objective([columns.rated[best]])
                 self._report(objective, bound, "1 pipeline")
-                if self._distance(bound, objective) <= max(self.gap, _TIGHT):
+                if relative_gap(bound, objective) <= max(self.gap, _TIGHT):
                     break
             if seconds_left(self.deadline) <= 0:
                 break
