@@ -15,7 +15,7 @@ from hetplan.solvers.placement.covering import Arrays, Seconds
 from hetplan.solvers.placement.tables import IntArray
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _reach(
     prefix: IntArray,
     layer_s: FloatArray,
@@ -61,7 +61,7 @@ def _reach(
     return low
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def arrange(
     arrays: Arrays, seconds: Seconds, counts: IntArray, batch: int, stages: int, x: float, y: float, both: float
 ) -> tuple[IntArray, float, float]:

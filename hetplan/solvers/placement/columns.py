@@ -12,17 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetplan.estimator.base import Estimator, FloatArray
 from hetplan.estimator.pipeline import StageShape, micro_batch, pipeline_rates, sequences_that_fit
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import PipelineChoice
+from hetplan.solvers.placement import threads
 from hetplan.solvers.placement.arranging import arrange
 from hetplan.solvers.placement.chain import MachineSet, machine_sets
 from hetplan.solvers.placement.choice import value_of
 from hetplan.solvers.placement.covering import Covering, make_covering
-from hetplan.solvers.placement.pricing import best_ratio
-from hetplan.solvers.placement.rates import best_rate
+from hetplan.solvers.placement.pricing import dear_sets, row_of
+from hetplan.solvers.placement.rates import best_rate, outweighing
 from hetplan.solvers.placement.search import best_under_limits
 from hetplan.solvers.placement.tables import IntArray, StageTables, build_tables, stage_options
 
@@ -40,6 +42,12 @@ _SECONDS_NEAR = 0.3
 _FOREVER = 1e6
 # Sums in another order differ by less than this.
 _ROUNDING = 1e-11
+# Plain boxes that a thread looks at before the boxes are dealt out again.
+_WORK = 1500.0
+# Sets that a pricing lists before it looks at them, at first and at most, and the share of its tolerance for that.
+_FIRST_LISTED, _MOST_LISTED, _SHARE = 32, 512, 0.25
+# Sets that are sifted together.
+_TOGETHER = 256
 # Partial pipelines that a search under latency limits keeps.
 _MOST_LABELS, _SECONDS_OF_LABELS = 10_000_000, 20.0
 
@@ -70,13 +78,26 @@ class Rated:
         return self.upper if self.value is None else self.value
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """The answer to prices: a ratio of worth to price that is reached, what none exceeds, and the work it took."""
+class _Listed:
+    """Sets that a search lists, each once, with what it may be worth per price."""
 
-    ratio: float
-    bound: float
-    work: float
+    def __init__(self, pools: int, keys: IntArray) -> None:
+        self.sets: list[IntArray] = []
+        self.ratios: list[float] = []
+        self._keys = keys
+        self._rows: dict[int, int] = {}
+
+    def add(self, sets: IntArray, ratios: FloatArray) -> None:
+        for local, key, ratio in zip(sets, (sets @ self._keys).tolist(), ratios.tolist(), strict=True):
+            row = self._rows.setdefault(key, len(self.sets))
+            if row == len(self.sets):
+                self.sets.append(local)
+                self.ratios.append(ratio)
+            else:
+                self.ratios[row] = max(self.ratios[row], ratio)
+
+    def most(self) -> float:
+        return max(self.ratios, default=0.0)
 
 
 class Space:
@@ -96,8 +117,7 @@ class Space:
         self.pools: list[int] = self.covering.pools.tolist()
         self._layers = problem.model.layer_count
         self._keys = np.random.default_rng(0).integers(1, 2**40, len(self.pools))
-        self._known = np.zeros((_REMEMBERED, 3))
-        self._members = np.zeros((_REMEMBERED, len(self.pools)), dtype=np.int64)
+        self._known, self._room = np.zeros((_REMEMBERED, 2)), _REMEMBERED // 2
 
     def holds(self, machines: Machines) -> bool:
         """Whether all machines may stand in pipelines of this space."""
@@ -124,6 +144,23 @@ class Space:
         most = self._most_stages(machines)
         found = best_rate(self.arrays, self.order, each, most, least, tolerance, most_boxes, ordered)
         return found[0], found[1], found[2:6]
+
+    def outweighing(self, sets: Sequence[Machines], least: FloatArray, tolerance: float) -> NDArray[np.bool_]:
+        """Which sets may be worth more than ``least``; see `rates.outweighing`."""
+        return self._outweighing(np.array(sets, dtype=np.int64)[:, self.pools], least, tolerance)
+
+    def _outweighing(self, local: IntArray, least: FloatArray, tolerance: float) -> NDArray[np.bool_]:
+        most = min(self._layers, int((local @ self.covering.gpus).max()))
+        # Sets that are about as fast are looked at in the same boxes.
+        order = np.argsort(-least)
+        parts = np.array_split(order, max(min(threads.count(), len(order) // 2), -(-len(order) // _TOGETHER), 1))
+        answers = threads.each(
+            lambda part: outweighing(self.arrays, local[part], least[part], most, tolerance, _MOST_BOXES)[0], parts
+        )
+        dear = np.zeros(len(order), dtype=np.bool_)
+        for part, answer in zip(parts, answers, strict=True):
+            dear[part] = answer
+        return dear
 
     def place(self, machines: Machines, at: tuple[int, int, float, float]) -> PipelineChoice | None:
         """A pipeline within what `rate` found; None where machines do not stand so in any order."""
@@ -209,25 +246,102 @@ class Space:
         most_found: int,
         tolerance: float,
         cap: float,
-        most_work: float,
-    ) -> Priced:
-        """Most worth per price; see `pricing.best_ratio`."""
-        have, most = self._local(counts), self._most_stages(counts)
-        ratio, bound, work = best_ratio(
-            self.arrays, self.order, have, prices[self.pools], self._keys, self._known, self._members,
-            most, least, most_found, tolerance, cap, most_work,
-        )  # fmt: skip
-        return Priced(ratio, bound, work)
+        deadline: float,
+    ) -> tuple[float, float, list[tuple[Machines, float, float]]]:
+        """Most worth per price above ``least``: reached and bound; and the sets: (set, rate reached, bound).
 
-    def remembered(self, prices: FloatArray, share: float) -> Iterable[tuple[Machines, float, float]]:
-        """Sets met while pricing that reach this share of their price: (set, rate reached, bound)."""
-        live = np.flatnonzero(self._known[:, 2] > 0)
-        paid = self._members[live] @ prices[self.pools]
-        for row in live[self._known[live, 2] >= share * paid].tolist():
-            machines = [0] * len(self.problem.cluster.pools)
-            for pool, count in zip(self.pools, self._members[row].tolist(), strict=True):
-                machines[pool] = count
-            yield tuple(machines), float(self._known[row, 2]), float(self._known[row, 1])
+        A bound is ``least`` and the tolerance when nothing more is found. Ends when ``most_found`` sets are.
+        """
+        own, target, have, most = prices[self.pools], least * (1 + tolerance), self._local(counts), 0
+        most = self._most_stages(counts)
+        found: list[tuple[Machines, float, float]] = []
+        ratio, bound, listed = 0.0, target, _FIRST_LISTED
+        boxes, pending = np.zeros((0, 8)), _Listed(len(self.pools), self._keys)
+        begun = False
+
+        def search(part: FloatArray) -> tuple[IntArray, FloatArray, FloatArray, float]:
+            return dear_sets(
+                self.arrays, have, own, self._keys, self._known, part, listed, most, target, cap, _WORK,
+            )  # fmt: skip
+
+        while not begun or len(boxes):
+            if seconds_left(deadline) <= 0:
+                return ratio, max(bound, pending.most(), boxes[:, 0].max() if begun else math.inf), found
+            # The most hopeful boxes are dealt out in turn.
+            boxes = boxes[np.argsort(-boxes[:, 0])]
+            hands = [boxes[hand] for hand in threads.dealt(list(range(len(boxes))))] if begun else [boxes]
+            results = threads.each(search, hands)
+            boxes, begun = np.concatenate([left for _, _, left, _ in results]), True
+            for sets, ratios, _, _ in results:
+                pending.add(sets, ratios)
+            if len(pending.sets) < listed and len(boxes):
+                continue
+            reached, upper = self._look_at(pending, own, target, tolerance, most_found, cap, deadline, found)
+            ratio, bound, listed = max(ratio, reached), max(bound, upper), min(2 * listed, _MOST_LISTED)
+            pending = _Listed(len(self.pools), self._keys)
+            if found:
+                return ratio, max(bound, boxes[:, 0].max(initial=0.0)), found
+        return ratio, bound, found
+
+    def _look_at(
+        self,
+        listed: _Listed,
+        own: FloatArray,
+        target: float,
+        tolerance: float,
+        most_found: int,
+        cap: float,
+        deadline: float,
+        found: list[tuple[Machines, float, float]],
+    ) -> tuple[float, float]:
+        """Rates listed sets until some are worth more than the target: the most worth per price reached, and a bound.
+
+        Adds to ``found``.
+        """
+        if not len(listed.sets):
+            return 0.0, target
+        sets, ratios = np.array(listed.sets), np.array(listed.ratios)
+        paid, share, ratio, bound = sets @ own, _SHARE * tolerance, 0.0, target
+        limits = target * (1 - share) * paid
+        dear = self._outweighing(sets, limits, share)
+        for number in np.flatnonzero(~dear).tolist():
+            self._know(sets[number], target * float(paid[number]))
+        order = [number for number in np.argsort(-ratios).tolist() if dear[number]]
+        width = threads.count()
+        for first in range(0, len(order), width):
+            part = order[first : first + width]
+            if len(found) >= most_found or seconds_left(deadline) <= 0:
+                bound = max(bound, float(ratios[order[first:]].max()))
+                break
+            rates = threads.each(
+                lambda number: self.rate(
+                    self._machines(sets[number]), least=float(limits[number]), tolerance=2 * share
+                ),
+                part,
+            )
+            for number, (rate, upper, _) in zip(part, rates, strict=True):
+                self._know(sets[number], upper)
+                ratio = max(ratio, min(cap, rate) / float(paid[number]))
+                bound = max(bound, min(cap, upper) / float(paid[number]))
+                if rate > 0:
+                    found.append((self._machines(sets[number]), rate, upper))
+        return ratio, bound
+
+    def _know(self, local: IntArray, upper: float) -> None:
+        """Remember a bound on a set's rate, while there is room."""
+        key = int(local @ self._keys)
+        row = row_of(self._known, key)
+        if self._known[row, 0] != 0.0:
+            self._known[row, 1] = min(self._known[row, 1], upper)
+        elif self._room > 0:
+            self._room -= 1
+            self._known[row] = key, upper
+
+    def _machines(self, local: IntArray) -> Machines:
+        machines = [0] * len(self.problem.cluster.pools)
+        for pool, count in zip(self.pools, local.tolist(), strict=True):
+            machines[pool] = count
+        return tuple(machines)
 
 
 @dataclass
@@ -270,6 +384,32 @@ class Columns:
         else:
             known.upper, known.reached = min(known.upper, upper), max(known.reached, reached)
         return known
+
+    def sift(self, sets: Sequence[Machines], least: Sequence[float], tolerance: float) -> list[Machines]:
+        """Those sets that may be worth more than ``least``, above 0; of the others it is known that they are not."""
+        if not sets or seconds_left(self.deadline) <= 0:
+            return list(sets)
+        limits, dear = np.array(least), np.zeros(len(sets), dtype=np.bool_)
+        for space in self.spaces:
+            held = np.array([space.holds(machines) for machines in sets])
+            looked = np.flatnonzero(held & ~dear)
+            if looked.size:
+                dear[looked] = space.outweighing([sets[i] for i in looked.tolist()], limits[looked], tolerance)
+        for machines, limit, more in zip(sets, limits.tolist(), dear.tolist(), strict=True):
+            if more:
+                continue
+            known = self.rated.get(machines)
+            if known is None:
+                self.rated[machines] = Rated(limit / (1 - tolerance))
+            else:
+                known.upper = min(known.upper, limit / (1 - tolerance))
+        return [machines for machines, more in zip(sets, dear.tolist(), strict=True) if more]
+
+    def rate_each(self, sets: Sequence[Machines], least: Sequence[float], tolerance: float) -> list[Rated]:
+        """Rate several sets; see `rate`."""
+        return threads.each(
+            lambda one: self.rate(one[0], least=one[1], tolerance=tolerance), list(zip(sets, least, strict=True))
+        )
 
     def realise(self, machines: Machines, *, least: float = 0.0, tolerance: float = EXACT, near: bool = False) -> Rated:
         """The best pipeline on a set, which may leave some of the machines out; none unless worth more than ``least``.
@@ -326,26 +466,26 @@ class Columns:
         return PipelineChoice(choice.stages, choice.offers, best + 1), float(values[best])
 
     def best_ratio(
-        self, prices: FloatArray, *, least: float, most_found: int, tolerance: float, most_work: float
-    ) -> Priced:
-        """Most worth per price of any set, in the relaxation; the sets met become known."""
-        ratio, bound, work = 0.0, 0.0, 0.0
+        self, prices: FloatArray, *, least: float, most_found: int, tolerance: float, deadline: float
+    ) -> tuple[float, float]:
+        """Most worth per price of any set in the relaxation, if above ``least``, and a bound; sets met become known."""
+        ratio, bound = 0.0, 0.0
         for space in self.spaces:
-            found = space.best_ratio(
+            reached, upper, found = space.best_ratio(
                 prices, self.counts, least=max(least, ratio), most_found=most_found, tolerance=tolerance, cap=self.cap,
-                most_work=max(1.0, most_work - work),
+                deadline=deadline,
             )  # fmt: skip
-            ratio, bound, work = max(ratio, found.ratio), max(bound, found.bound), work + found.work
-            for machines, reached, upper in space.remembered(prices, 0.98 * max(least, ratio)):
+            ratio, bound = max(ratio, reached), max(bound, upper)
+            for machines, rate, most in found:
                 known = self.rated.get(machines)
                 if known is None and len(self.spaces) == 1:
-                    self.rated[machines] = Rated(upper, reached)
+                    self.rated[machines] = Rated(most, rate)
                 elif known is None:
                     # Another space may hold the set as well.
-                    self.rated[machines] = Rated(np.inf, reached)
+                    self.rated[machines] = Rated(np.inf, rate)
                 elif known.value is None:
-                    known.reached = max(known.reached, reached)
-        return Priced(ratio, bound, work)
+                    known.reached = max(known.reached, rate)
+        return ratio, bound
 
 
 def price_of(machines: Machines, prices: FloatArray) -> float:

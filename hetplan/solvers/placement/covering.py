@@ -231,7 +231,7 @@ def _slow(tables: StageTables, pools: list[int]) -> NDArray[np.bool_]:
     return np.asarray(seconds > order[int(ratios.argmax())])
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def receivers_of(slower: IntArray, counts: IntArray, receivers: IntArray) -> None:
     """Fill ``receivers`` (P, P) with the rows of ``slower`` of each pool's sends to machines, -1 after the last.
 
@@ -252,7 +252,7 @@ def receivers_of(slower: IntArray, counts: IntArray, receivers: IntArray) -> Non
             receivers[p, at] = -1
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _held(
     prefix: IntArray,
     units: IntArray,
@@ -368,7 +368,7 @@ def _held(
     return best
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def machine_units(
     arrays: Arrays,
     counts: IntArray,
@@ -523,7 +523,7 @@ def allowed(flag: int, slow: bool, way: int) -> bool:
     return True
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def covers(
     machines: IntArray,
     held: IntArray,
@@ -549,7 +549,7 @@ def covers(
     return False
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _covers(
     machines: IntArray,
     held: IntArray,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -32,7 +32,9 @@ from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, Progress, Solution, check_time_limit
 from hetplan.solvers.build import relative_gap
 from hetplan.solvers.highs import Milp, maximise, maximise_linear
+from hetplan.solvers.placement import threads
 from hetplan.solvers.placement.bound import layer_rate_bound, machine_rates, refuse_infeasible
+from hetplan.solvers.placement.centre import analytic_centre
 from hetplan.solvers.placement.choice import better, tighter
 from hetplan.solvers.placement.columns import Columns, Machines, Rated, price_of, seconds_left
 from hetplan.solvers.placement.dp_beam import DpBeam
@@ -54,24 +56,24 @@ _REACHED = 5e-10
 _TIGHT = 1e-7
 # Copies of one machine that make a first column.
 _COPIES = 8
-# How far the first prices stand from the centre, and the least and most they do.
-_FIRST_PULL, _LEAST_PULL, _MOST_PULL = 0.3, 0.2, 0.95
 # Pricings in a row that prove nothing new before the search ends, and new sets after which one stops.
 _PATIENCE, _ENOUGH = 4, 20
-# Tolerance of a pricing, at most: an eighth of the gap.
-_LOOSEST = 0.05
-# Plain boxes that a pricing looks at in a second, until it is measured.
-_WORK_PER_SECOND = 4000.0
+# Tolerance of a pricing: at most, and what part of the gap.
+_LOOSEST, _PART_OF_GAP = 0.05, 6
+# Share of the gap wanted to which the linear program is solved; whole pipelines lose the rest.
+_NEAR = 0.9
+# How far inside of its limits the search for a centre begins, and how much more than all columns a better bound weighs.
+_INSIDE, _TOWARDS = 5e-4, 2.0
 # Share of the time that is kept for choosing whole pipelines.
-_FOR_WHOLE = 0.2
+_FOR_WHOLE = 0.12
 # Machines from which on prices are first looked for on a part of them.
 _MANY_MACHINES = 40
-# Sets rated between two linear programs, in how many rounds, and sets in a row that are no better before a round ends.
-_NEIGHBOURS, _ROUNDS, _IN_VAIN = 40, 20, 40
-# How far from the duals to proven prices the first rounds look, and by how much less each that finds nothing.
-_LOOK_PULL, _LESS_PULL = 0.5, 0.2
+# Sets rated between two linear programs, and in how many rounds.
+_NEIGHBOURS, _ROUNDS = 40, 20
 # To what tolerance they are rated; and sets that are used.
 _ROUGH, _FINE = 1e-2, 5e-4
+# Share of its proven price up to which a set is worth next to nothing.
+_NEXT_TO_NOTHING = 0.05
 # How much less than their price sets may be worth which help to choose whole numbers.
 _SLACK = 0.03
 # The same share while there is no choice at all.
@@ -153,7 +155,6 @@ class _Run:
     deadline: float
     on_incumbent: OnIncumbent | None
     incumbent: float | None = None
-    work_per_second: float = _WORK_PER_SECOND
     _reported: tuple[float | None, float | None] = field(default=(None, None))
 
     # ---- small inventories
@@ -462,55 +463,83 @@ class _Run:
         return self._solution(solver, rated, proof.bound, proof.certificate())
 
     def _converge(self, wanted: float, hint: FloatArray | None, *, final: bool) -> tuple[Proof, list[Machines]]:
-        """Prices and columns until they meet within a gap; with ``final`` a choice of whole pipelines as well."""
+        """Prices and columns until they meet within a gap; with ``final`` a choice of whole pipelines as well.
+
+        The prices asked for are the centre of all that may prove a better bound, by the columns known.
+        """
         proof = self._proof(np.array(machine_rates(self.problem, self.columns.tables)[2]) * (1 + _MARGIN))
         # The last part of the time is for whole numbers.
         pricing = self.deadline - _FOR_WHOLE * (self.deadline - self.began) if final else self.deadline
-        pull, looked, stuck, looking = _FIRST_PULL, math.inf, 0, hint is not None
+        looked, stuck = math.inf, 0
+        asked = [proof.prices] if hint is None else [proof.prices, np.maximum(hint, 1e-9 * proof.prices)]
         chosen: list[Machines] = []
         while True:
-            if looking:
-                duals = self._neighbours(proof, pricing)
-            else:
-                # First the prices of few columns tell which sets are of no interest.
-                duals = self._linear(self._columns(), known=True) or self._neighbours(proof, pricing)
-            gap = relative_gap(proof.bound, duals.value)
+            sets = self._columns()
+            duals = self._linear(sets, known=True) if sets else None
+            gap = math.inf if duals is None else relative_gap(proof.bound, duals.value)
             over = seconds_left(pricing) <= 0 or stuck > _PATIENCE
-            if gap <= 0.9 * wanted or over:
-                if final:
-                    chosen = self._whole_numbers(proof, chosen)
-                    reached = relative_gap(proof.bound, self._objective(self._rated(chosen))) if chosen else math.inf
-                    if over or reached <= wanted or gap >= 0.5 * looked or seconds_left(self.deadline) <= 0:
-                        return proof, chosen
-                    looked = gap
-                else:
+            if gap <= _NEAR * wanted or over:
+                if not final:
                     return proof, []
-            prices = pull * proof.prices + (1 - pull) * np.maximum(duals.prices, 1e-9 * proof.prices)
-            if not looking:
-                prices, looking = proof.prices, True
-            elif hint is not None:
-                prices, hint = np.maximum(hint, 1e-9 * proof.prices), None
+                chosen = self._whole_numbers(proof, chosen)
+                reached = relative_gap(proof.bound, self._objective(self._rated(chosen))) if chosen else math.inf
+                if over or reached <= wanted or gap >= 0.5 * looked or seconds_left(self.deadline) <= 0:
+                    return proof, chosen
+                looked = gap
+            if asked:
+                # First the prices of single machines tell which sets are of no interest.
+                prices = asked.pop(0)
+            else:
+                prices = self._centre(proof, sets)
+                if duals is not None and self._add_neighbours(duals, prices, proof, pricing):
+                    continue
             known = self._best_known(prices)
-            tolerance = min(_LOOSEST, max(1e-4, gap / 8, wanted / 4))
-            most = self.work_per_second * seconds_left(pricing)
-            began = time.monotonic()
-            found = self.columns.best_ratio(
+            ratio, most = self.columns.best_ratio(
                 prices,
                 least=known * (1 - 1e-6),
                 most_found=_ENOUGH,
-                tolerance=tolerance,
-                most_work=max(20.0, most),
+                tolerance=min(_LOOSEST, max(1e-4, gap / _PART_OF_GAP, wanted / 4)),
+                deadline=pricing,
             )
-            if found.work > 500:
-                self.work_per_second = found.work / max(time.monotonic() - began, 1e-3)
-            better = self._proof(prices * max(found.bound, known) * (1 + _MARGIN))
+            better = self._proof(prices * max(most, known) * (1 + _MARGIN))
             if tighter(self.problem, better.bound, proof.bound):
-                proof, pull = better, max(_LEAST_PULL, 0.7 * pull)
+                proof, stuck = better, 0
                 if final:
                     self._report(self.incumbent, proof.bound, f"{len(self.columns.rated)} sets of machines")
-                stuck = 0
-            elif found.ratio <= known * (1 + 1e-6):
-                pull, stuck = min(_MOST_PULL, 0.5 * (1 + pull)), stuck + 1
+            elif ratio <= known * (1 + 1e-6):
+                stuck += 1
+
+    def _centre(self, proof: Proof, sets: Sequence[Machines]) -> FloatArray:
+        """Prices in the middle of those that no known column outweighs and that may prove a better bound."""
+        counts, costs = np.array(self.columns.counts, dtype=float), self.columns.costs
+        worths = np.array([self._worth(m) for m in sets])
+        columns, machines = np.array(sets, dtype=float).reshape(len(sets), len(counts)), np.eye(len(counts))
+        if self.problem.objective != "cost":
+            start = proof.prices * (1 + _INSIDE) + _INSIDE * proof.prices.max()
+            rows = np.vstack([columns, machines, -counts])
+            limits = np.concatenate([worths, np.zeros(len(counts)), [-(1 + _INSIDE) * float(counts @ start)]])
+        else:
+            # Beside the prices, in dollars, what a request/s is worth.
+            demand, rate_usd = self.problem.workload.requests_per_s or 0.0, proof.rate_usd or 0.0
+            start = np.append(np.maximum(rate_usd * proof.prices, costs) * (1 + _INSIDE), rate_usd)
+            start[:-1] += _INSIDE * start[:-1].max()
+            rows = np.vstack(
+                [
+                    np.column_stack([columns, -worths]),
+                    np.eye(len(counts) + 1),
+                    np.append(-counts, demand),
+                ]
+            )
+            least = float(rows[-1] @ start)
+            limits = np.concatenate([np.zeros(len(sets)), costs, [0.0], [least - _INSIDE * float(counts @ start[:-1])]])
+        weights = np.ones(len(rows))
+        weights[-1] = _TOWARDS * (len(rows) - 1)
+        if (rows @ start - limits).min() <= 0:
+            return proof.prices
+        point = analytic_centre(rows, limits, weights, start)
+        if self.problem.objective != "cost":
+            return point
+        return np.asarray(point[:-1] / point[-1])
 
     def _rated(self, chosen: Sequence[Machines]) -> list[Rated]:
         return [self.columns.rated[machines] for machines in chosen]
@@ -524,8 +553,9 @@ class _Run:
         sets: list[Sequence[str]] = []
         if warm_start is not None:
             sets = [p.nodes for deployment in warm_start.deployments for p in deployment.pipelines]
-        elif any(not any(m[pool] for m in self._columns()) for pool, count in enumerate(counts) if count):
-            for heuristic in (Even(), DpBeam()):
+        else:
+            # The search with a beam takes longer: only where there is no column yet.
+            for heuristic in (Even(), DpBeam()) if not self._columns() else (Even(),):
                 try:
                     found = heuristic.solve(self.problem, time_limit_s=0.2 * seconds_left(self.deadline))
                 except (InfeasibleError, NoSolutionError):
@@ -565,47 +595,23 @@ class _Run:
             and all(a <= b for a, b in zip(m, counts, strict=True))
         ]
 
-    def _neighbours(self, proof: Proof, deadline: float) -> _Duals:
-        """Adds sets that differ by a machine or two from the best and may be worth more than their price."""
-        counts, columns = self.columns.counts, self.columns
-        sets = self._columns()
-        unreached = _Duals(math.inf if self.problem.objective == "cost" else 0.0, proof.prices, [])
-        # The duals of few columns swing: nearer to proven prices, fewer sets look worth it in vain.
-        pull = _LOOK_PULL
-        for _ in range(_ROUNDS):
-            duals = self._linear(sets, known=True) if sets else None
-            if duals is None:
-                return unreached
-            prices = pull * proof.prices + (1 - pull) * np.maximum(duals.prices, 0.0)
-            tried: list[tuple[float, Machines]] = []
-            for machines in dict.fromkeys(_around(duals.used, counts)):
-                least = price_of(machines, prices) * (1 + 1e-4)
-                known = columns.rated.get(machines)
-                if known is not None and (known.value is not None or known.upper <= least or known.reached > 0):
-                    continue
-                most = min(price_of(machines, proof.prices), columns.cap)
-                if most > least:
-                    tried.append((most / max(least, 1e-30), machines))
-            tried.sort(key=lambda one: -one[0])
-            added = in_vain = 0
-            for number, (_, machines) in enumerate(tried):
-                if seconds_left(deadline) <= 0 or (added and number >= _NEIGHBOURS) or in_vain >= _IN_VAIN:
-                    break
-                known = columns.rate(machines, least=price_of(machines, prices) * (1 + 1e-4), tolerance=_ROUGH)
-                in_vain = 0 if known.reached > 0 else in_vain + 1
-                added += known.reached > 0
-            if added == 0 and pull < _LESS_PULL:
+    def _add_neighbours(self, duals: _Duals, prices: FloatArray, proof: Proof, deadline: float) -> int:
+        """Adds sets that differ by a machine or two from the best and are worth more than their price."""
+        least = {
+            machines: price_of(machines, prices) * (1 + 1e-4)
+            for machines in dict.fromkeys(_around(duals.used, self.columns.counts))
+        }
+        return self._add(self._undecided(least, proof)[:_NEIGHBOURS], least, deadline)
+
+    def _add(self, sets: Sequence[Machines], least: Mapping[Machines, float], deadline: float) -> int:
+        """Rate sets as far as they are worth more than ``least``; how many are."""
+        added, hand = 0, 4 * threads.count()
+        for first in range(0, len(sets), hand):
+            if seconds_left(deadline) <= 0:
                 break
-            if added == 0:
-                pull -= _LESS_PULL
-            sets = self._columns()
-        duals = self._linear(sets, known=True)
-        if duals is None:
-            return unreached
-        for machines in duals.used:
-            if seconds_left(deadline) > 0:
-                columns.rate(machines, tolerance=_FINE)
-        return self._linear(sets, known=True) or unreached
+            part = sets[first : first + hand]
+            added += sum(known.reached > 0 for known in self.columns.rate_each(part, [least[m] for m in part], _ROUGH))
+        return added
 
     def _best_known(self, prices: FloatArray) -> float:
         sets = self._columns()
@@ -613,6 +619,21 @@ class _Run:
             return 1e-3
         worths = np.array([self._worth(m) for m in sets])
         return float((worths / (np.array(sets) @ prices)).max())
+
+    def _undecided(self, least: Mapping[Machines, float], proof: Proof) -> list[Machines]:
+        """Sets that may be worth more than ``least``, and of which no pipeline is known; the most hopeful first."""
+        open_sets: list[tuple[float, float, Machines]] = []
+        for machines, wanted in least.items():
+            known, most = self.columns.rated.get(machines), min(price_of(machines, proof.prices), self.columns.cap)
+            # What is next to nothing is of no interest at any price.
+            limit = max(wanted, _NEXT_TO_NOTHING * most)
+            if known is not None and (known.value is not None or known.upper <= limit or known.reached > 0):
+                continue
+            if most > limit:
+                open_sets.append((limit / most, limit, machines))
+        open_sets.sort()
+        kept = set(self.columns.sift([m for _, _, m in open_sets], [limit for _, limit, _ in open_sets], _ROUGH))
+        return [machines for _, _, machines in open_sets if machines in kept]
 
     def _whole_numbers(self, proof: Proof, before: list[Machines]) -> list[Machines]:
         """The best whole pipelines among the columns near their price, each on machines in order."""
@@ -629,15 +650,10 @@ class _Run:
                 if relative_gap(proof.bound, objective) <= self.gap:
                     break
             # Sets around the chosen ones that are nearly worth their price; any, while nothing is chosen.
-            share, added = (1 - _SLACK if best else _ANY), 0
-            for machines in dict.fromkeys(_around(best or self._linear_used(), self.columns.counts)):
-                least = share * price_of(machines, proof.prices)
-                known = self.columns.rated.get(machines)
-                if known is not None and (known.value is not None or known.upper <= least or known.reached > 0):
-                    continue
-                if seconds_left(self.deadline) <= 0:
-                    break
-                added += self.columns.rate(machines, least=least, tolerance=_ROUGH).reached > 0
+            share = 1 - _SLACK if best else _ANY
+            around = dict.fromkeys(_around(best or self._linear_used(), self.columns.counts))
+            least = {machines: share * price_of(machines, proof.prices) for machines in around}
+            added = self._add(self._undecided(least, proof), least, self.deadline)
             if seconds_left(self.deadline) <= 0 or (not added and not improved):
                 break
         return best
@@ -670,11 +686,10 @@ class _Run:
         bound = math.inf
         for tolerance in (5e-2, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8):
             known = self._best_known(costs)
-            most = self.work_per_second * seconds_left(self.deadline)
-            found = columns.best_ratio(
-                costs, least=known * (1 - 1e-6), most_found=10**9, tolerance=tolerance, most_work=max(20.0, most)
+            _, most = columns.best_ratio(
+                costs, least=known * (1 - 1e-6), most_found=_ENOUGH, tolerance=tolerance, deadline=self.deadline
             )
-            bound = min(bound, max(found.bound, known) * (1 + _MARGIN))
+            bound = min(bound, max(most, known) * (1 + _MARGIN))
             while True:
                 sets = self._columns()
                 best = max(sets, key=lambda m: self._worth(m) / price_of(m, costs), default=None)

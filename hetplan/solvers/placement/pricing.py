@@ -2,7 +2,7 @@
 
 Branch and bound over the boxes of `rates`, where the machines are not given. In a box, machines that hold all
 layers cost at least what dynamic programming finds over (what is held: first and last stage, stages, units). A box
-is closed when that price says so, or when so few sets of machines can be paid that each is rated alone.
+is closed when that price says so, or when so few sets of machines can be paid that each can be looked at alone.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from hetplan.solvers.placement.covering import (
     FAST_TO_SLOW,
     SLOW_FIRST,
     Arrays,
-    Seconds,
     allowed,
     machine_units,
     receivers_of,
 )
-from hetplan.solvers.placement.rates import best_rate, half_of, widest_side
+from hetplan.solvers.placement.rates import half_of, widest_side
 from hetplan.solvers.placement.tables import IntArray
 
-# Sets that are rated one by one before a box is split instead.
-_FEW = 4
-# Partial sets that are looked at for that.
-_PARTIAL = 100
-# Share of x + y below which a box is small.
-_SMALL = 0.02
-# Boxes in which the rate of one set is looked for.
-_MOST_BOXES = 1_000_000
+# Sets that are listed before a box is split instead; and in a tiny one.
+_FEW, _MANY = 8, 64
+# Partial sets that are looked at for each.
+_PARTIAL = 25
+# Share of x + y below which a box is small, and tiny.
+_SMALL, _TINY = 0.02, 0.002
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _add_machine(new: FloatArray, old: FloatArray, units: int, price: float) -> None:
     """Lower prices of holding at least r units by one machine more, for each r."""
     least = old[0] + price
@@ -49,7 +46,7 @@ def _add_machine(new: FloatArray, old: FloatArray, units: int, price: float) -> 
         new[r] = min(new[r], old[r - units] + price)
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _copy(to: FloatArray, rows: FloatArray, states: int, top: int, needed: int) -> None:
     for state in range(states):
         for used in range(top + 1):
@@ -57,7 +54,7 @@ def _copy(to: FloatArray, rows: FloatArray, states: int, top: int, needed: int) 
                 to[state, used, r] = rows[state, used, r]
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def cheapest_cover(
     needed: int,
     held: IntArray,
@@ -114,7 +111,7 @@ def cheapest_cover(
     return float(best) if best <= budget else np.inf
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def few_sets(
     needed: int,
     held: IntArray,
@@ -126,6 +123,7 @@ def few_sets(
     rows: FloatArray,
     cover: IntArray,
     sets: IntArray,
+    most_sets: int,
 ) -> int:
     """All sets of machines within budget that hold ``needed`` units: fills ``sets``; -1 when they are not few."""
     pools = copies.size
@@ -143,7 +141,7 @@ def few_sets(
     p = 0
     while True:
         looked += 1
-        if looked > _PARTIAL:
+        if looked > _PARTIAL * most_sets:
             return -1
         # What is missing costs at least this.
         least = np.inf
@@ -158,7 +156,7 @@ def few_sets(
             p += 1
             continue
         if spent + least <= budget:
-            if count == sets.shape[0]:
+            if count == most_sets:
                 return -1
             for q in range(pools):
                 sets[count, q] = chosen[q]
@@ -192,9 +190,9 @@ def few_sets(
         p += 1
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
-def known_rate(known: FloatArray, key: int) -> int:
-    """Where a set's rate stands in ``known`` (size, 3): key, bound on its rate, the rate reached; or would stand."""
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def row_of(known: FloatArray, key: int) -> int:
+    """Where a set stands in ``known`` (size, 2), or would stand: its key, and a bound on its rate."""
     size = known.shape[0]
     at = int(key % size)
     while known[at, 0] != 0.0 and known[at, 0] != float(key):
@@ -202,45 +200,40 @@ def known_rate(known: FloatArray, key: int) -> int:
     return at
 
 
-@njit(cache=True, error_model="numpy")  # type: ignore[untyped-decorator, unused-ignore]
-def best_ratio(
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def dear_sets(
     arrays: Arrays,
-    seconds: Seconds,
     counts: IntArray,
     prices: FloatArray,
     keys: IntArray,
     known: FloatArray,
-    members: IntArray,
+    boxes: FloatArray,
+    most_listed: int,
     most_stages: int,
-    at_least: float,
-    most_found: int,
-    tolerance: float,
+    target: float,
     rate_cap: float,
     most_work: float,
-) -> tuple[float, float, float]:
-    """Most requests/s per price of a pipeline.
+) -> tuple[IntArray, FloatArray, FloatArray, float]:
+    """Sets of machines on which a pipeline may be worth more per price than ``target``.
 
     Parameters
     ----------
     arrays : Arrays
-    seconds : Seconds
     counts : (P,) int
         Machines of each pool, at least one.
     prices : (P,) float
         Of one machine each, above 0.
     keys : (P,) int
         Numbers whose sums tell sets apart.
-    known : (size, 3) float
-        Rates of sets that were met before, as `known_rate` finds them; kept for the next call.
-    members : (size, P) int
-        The sets of ``known``: machines of each pool.
+    known : (size, 2) float
+        Bounds on rates of sets, as `row_of` finds them.
+    boxes : (H, 8) float
+        What is searched: requests/s per price that none in the box exceeds, and the box. No row: everything.
+    most_listed : int
+        Sets after which the search stops.
     most_stages : int
-    at_least : float
-        Ratios up to this are of no interest.
-    most_found : int
-        New sets that outweigh their price after which the search stops.
-    tolerance : float
-        Relative distance of ratio and bound at which it does.
+    target : float
+        Requests/s per price.
     rate_cap : float
         Requests/s beyond this are worth nothing.
     most_work : float
@@ -248,8 +241,12 @@ def best_ratio(
 
     Returns
     -------
-    ratio, bound : float
-        A ratio that is reached in the relaxation (0 if none above ``at_least``), and what none exceeds.
+    sets : (F, P) int
+        Those that the known bounds leave open.
+    ratios : (F,) float
+        What each may be worth per price, in the box that it was found in.
+    boxes : (H, 8) float
+        What is left to search.
     work : float
         About what it took, in the unit of ``most_work``: a plain box.
     """
@@ -273,31 +270,35 @@ def best_ratio(
     if mixed:
         receivers_of(arrays.slower, slow_counts, to_slow)
     # Variables, as a function compiles anew for literals.
-    anyhow, most_boxes, never = int(np.int64(ANY)), int(np.int64(_MOST_BOXES)), bool(np.int64(0))
+    anyhow, never = int(np.int64(ANY)), bool(np.int64(0))
     copies = np.zeros(pools, np.int64)
     wanted = np.zeros(pools, np.int64)
     rows = np.empty((pools + 1, 4, most_stages + 1, needed + 1))
     spare = np.empty((8, most_stages + 1, needed + 1))
     others = np.empty((pools + 1 if mixed else 1, 8, most_stages + 1, needed + 1))
     cover = np.empty((24, 4, most_stages + 1), np.int64)
-    few = np.zeros((_FEW, pools), np.int64)
-    rated = 0
-    found_count = 0
-    best = 0.0
-    # Below this nothing is of interest.
-    floor = at_least
+    few = np.zeros((_MANY, pools), np.int64)
+    total = 0
     cheapest = prices[0]
     for p in range(1, pools):
         cheapest = min(cheapest, prices[p])
-    start = 1.0 / (at_least * cheapest)
+    start = 1.0 / (target * cheapest)
     heap = [(-np.inf, 1, 1, most_stages if micro_batches else 1, 0.0, start, 0.0, start)]
+    if boxes.shape[0] > 0:
+        heap.clear()
+        for i in range(boxes.shape[0]):
+            if boxes[i, 0] > target:
+                heap.append((
+                    -boxes[i, 0], int(boxes[i, 1]), int(boxes[i, 2]), int(boxes[i, 3]),
+                    boxes[i, 4], boxes[i, 5], boxes[i, 6], boxes[i, 7],
+                ))  # fmt: skip
+        heapq.heapify(heap)
+    # Both halves of a box may list as many as there is room for.
+    sets, ratios = np.zeros((most_listed + 2 * _MANY, pools), np.int64), np.zeros(most_listed + 2 * _MANY)
+    listed = np.zeros((4 * sets.shape[0], 2))
     work = 0.0
-    bound = 0.0
-    while len(heap) > 0:
+    while len(heap) > 0 and work < most_work and total < most_listed:
         top, node, d1, d2, x1, x2, y1, y2 = heapq.heappop(heap)
-        if -top <= floor * (1.0 + tolerance) or work >= most_work or found_count >= most_found:
-            bound = -top
-            break
         price_before = cheapest
         if top > -np.inf:
             price_before = min(rate_cap, 1.0 / max(x1 + y1, 1e-30)) / -top
@@ -308,7 +309,6 @@ def best_ratio(
             if high[c] < low[c]:
                 continue
             rate = min(rate_cap, 1.0 / max(u1 + v1, 1e-30))
-            target = floor * (1.0 + tolerance)
             budget = rate / target
             if cheapest > budget:
                 continue
@@ -316,7 +316,7 @@ def best_ratio(
             # the target has x + y below what that price allows, and so may each of its stages. Again at the new price.
             price = price_before
             closed = small = counted = False
-            for _ in range(4):
+            for _ in range(2):
                 work += 1.0
                 both_limit = 1.0 / (target * price)
                 depth = e2 if micro_batches else most_stages
@@ -395,52 +395,28 @@ def best_ratio(
                 continue
             found = -1
             if small:
-                found = few_sets(needed, held, depth, counted, copies, prices, budget, rows, cover, few)
+                most_sets = int(_MANY if widest < _TINY else _FEW)
+                found = few_sets(needed, held, depth, counted, copies, prices, budget, rows, cover, few, most_sets)
             if found < 0:
                 heapq.heappush(heap, (-rate / price, c, e1, e2, u1, u2, v1, v2))
                 continue
             for i in range(found):
-                key, paid, size = few[i, 0] * keys[0], few[i, 0] * prices[0], few[i, 0]
-                for p in range(1, pools):
+                key, paid = 0, 0.0
+                for p in range(pools):
                     key += few[i, p] * keys[p]
                     paid += few[i, p] * prices[p]
-                    size += few[i, p]
-                at = known_rate(known, key)
-                least = floor * (1.0 + tolerance) * paid
-                if known[at, 0] != 0.0 and known[at, 1] <= least:
+                at = row_of(known, key)
+                if known[at, 0] != 0.0 and known[at, 1] <= target * paid:
                     continue
-                least = min(least, paid)
-                if known[at, 0] == 0.0 or known[at, 2] <= least:
-                    if known[at, 0] == 0.0 and rated * 2 > known.shape[0]:
-                        # No room to remember: the box is split until its own price closes it.
-                        continue
-                    machines = np.empty(size, np.int64)
-                    gpus_held = 0
-                    size = 0
-                    for p in range(pools):
-                        for _ in range(few[i, p]):
-                            machines[size] = p
-                            gpus_held += gpus[p]
-                            size += 1
-                    answer = best_rate(
-                        arrays,
-                        seconds,
-                        machines,
-                        min(most_stages, gpus_held),
-                        least,
-                        0.3 * tolerance,
-                        most_boxes,
-                        never,
-                    )
-                    work += answer[6] * 0.2
-                    rated += known[at, 0] == 0.0
-                    known[at, 0] = float(key)
-                    for p in range(pools):
-                        members[at, p] = few[i, p]
-                    known[at, 1] = max(answer[1], least)
-                    known[at, 2] = answer[0]
-                    found_count += min(rate_cap, answer[0]) > paid
-                reached = min(rate_cap, known[at, 2]) / paid
-                best = max(best, reached)
-                floor = max(floor, best)
-    return best, max(bound, best, floor * (1.0 + tolerance)), work
+                at = row_of(listed, key)
+                if listed[at, 0] == 0.0:
+                    listed[at, 0] = float(key)
+                    sets[total] = few[i]
+                    ratios[total] = rate / paid
+                    total += 1
+    left = np.empty((len(heap), 8))
+    for i in range(len(heap)):
+        top, node, d1, d2, x1, x2, y1, y2 = heap[i]
+        left[i, 0], left[i, 1], left[i, 2], left[i, 3] = -top, node, d1, d2
+        left[i, 4], left[i, 5], left[i, 6], left[i, 7] = x1, x2, y1, y2
+    return sets[:total], ratios[:total], left, work
