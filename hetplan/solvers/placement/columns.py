@@ -48,6 +48,8 @@ _WORK = 1500.0
 _FIRST_LISTED, _MOST_LISTED, _SHARE = 32, 512, 0.25
 # Sets that are sifted together.
 _TOGETHER = 256
+# Machines that have few enough orders for the best to be found.
+_FEW_ORDERS = 4
 # Partial pipelines that a search under latency limits keeps.
 _MOST_LABELS, _SECONDS_OF_LABELS = 10_000_000, 20.0
 
@@ -438,7 +440,7 @@ class Columns:
             else:
                 rate, bound, at = space.rate(machines, least=value, tolerance=tolerance)
                 found = space.place(machines, at) if rate > 0 else None
-                if rate > 0 and found is None and near:
+                if rate > 0 and found is None and near and sum(machines) > _FEW_ORDERS:
                     found = space.order_near(machines, at)
                 elif rate > 0 and found is None and not space.stands(machines):
                     bound = 0.0

@@ -256,7 +256,6 @@ def receivers_of(slower: IntArray, counts: IntArray, receivers: IntArray) -> Non
 def _held(
     prefix: IntArray,
     units: IntArray,
-    before: int,
     layer_s: FloatArray,
     weights: FloatArray,
     sequence: FloatArray,
@@ -279,45 +278,6 @@ def _held(
     layers, kinds = prefix.shape[0] - 1, prefix.shape[1]
     starts_first = variant == _FIRST_IN or variant == _FIRST_OUT or variant == _ONLY  # noqa: PLR1714
     ends_last = variant >= _LAST_ONE
-    if before >= 0:
-        # Layers that are all alike after the first few, which lie in the first stage or nowhere that matters.
-        body = 0
-        for k in range(kinds):
-            if prefix[layers, k] > prefix[layers - 1, k]:
-                body = k
-        layer_x, layer_y = layer_s[node, option, 0, body], layer_s[node, option, 1, body]
-        if starts_first and before > 0:
-            for k in range(kinds):
-                count = prefix[before, k]
-                left_x -= count * layer_s[node, option, 0, k]
-                left_y -= count * layer_s[node, option, 1, k]
-                left_both -= count * (layer_s[node, option, 0, k] + layer_s[node, option, 1, k])
-                many -= count * (weights[option, k] + n * sequence[option, k])
-                one -= count * (weights[option, k] + longest[option, k])
-            if left_x <= 0 or left_y <= 0 or left_both <= 0 or many < 0 or one < 0:
-                # It may hold some of the first layers.
-                return -1 if ends_last else 0
-        most = float(layers - before)
-        if before == 0 and not ends_last:
-            most -= 1.0
-        if layer_x > 0:
-            most = min(most, left_x / layer_x + 1e-9)
-        if layer_y > 0:
-            most = min(most, left_y / layer_y + 1e-9)
-        if layer_x + layer_y > 0:
-            most = min(most, left_both / (layer_x + layer_y) + 1e-9)
-        per_layer = weights[option, body] + n * sequence[option, body]
-        if per_layer > 0:
-            most = min(most, many / per_layer + 1e-9)
-        per_layer = weights[option, body] + longest[option, body]
-        if per_layer > 0:
-            most = min(most, one / per_layer + 1e-9)
-        held = int(most)
-        if variant == _ONLY:
-            return held if held >= layers - before else -1
-        if held >= 1:
-            return held
-        return 0 if before > 0 and not ends_last else -1
     # Windows that start where the role lets them; the best of those that fit.
     best = -1
     start = 0 if starts_first else 1
@@ -369,6 +329,217 @@ def _held(
 
 
 @njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _fill_alike(
+    arrays: Arrays, node: int, option: int, n: float, x: float, y: float, both: float, sends: FloatArray, caps: IntArray
+) -> tuple[float, float]:
+    """Fill ``caps[option]`` where layers are alike after the first few, which lie in the first stage.
+
+    ``sends``: (2, 2), seconds of x and y that a send takes longer, outside of the node and to a slow network. Returns
+    the most x and y that the stages need to hold as much.
+    """
+    prefix, before, layer_s, base_s = arrays.prefix, arrays.before, arrays.layer_s, arrays.base_s
+    weights, sequence, longest = arrays.weight_bytes, arrays.sequence_bytes, arrays.longest_bytes
+    layers, kinds = prefix.shape[0] - 1, prefix.shape[1]
+    body = 0
+    for k in range(kinds):
+        if prefix[layers, k] > prefix[layers - 1, k]:
+            body = k
+    # What the first layers take.
+    first_x = first_y = first_many = first_one = 0.0
+    for k in range(kinds if before > 0 else 0):
+        many_k, one_k = weights[option, k] + n * sequence[option, k], weights[option, k] + longest[option, k]
+        first_x += prefix[before, k] * layer_s[node, option, 0, k]
+        first_y += prefix[before, k] * layer_s[node, option, 1, k]
+        first_many += prefix[before, k] * many_k
+        first_one += prefix[before, k] * one_k
+    layer_x, layer_y = layer_s[node, option, 0, body], layer_s[node, option, 1, body]
+    layer_many = weights[option, body] + n * sequence[option, body]
+    layer_one = weights[option, body] + longest[option, body]
+    most, tight_x, tight_y = float(layers - before), 0.0, 0.0
+    # Layers per second and per byte; where a layer takes nothing, as good as no limit.
+    per_x, per_y, per_both = 1.0 / max(layer_x, 1e-30), 1.0 / max(layer_y, 1e-30), 1.0 / max(layer_x + layer_y, 1e-30)
+    per_many, per_one = 1.0 / max(layer_many, 1e-30), 1.0 / max(layer_one, 1e-30)
+    for v in range(8 if sends[1, 0] < np.inf else 6):
+        # The last two are the second and the fourth, sending to a slow network.
+        u = v if v < 6 else 2 * v - 11
+        role = 0 if u < 2 else (1 if u < 4 else (2 if u == 4 else 3))
+        base_x, base_y = base_s[node, option, u, 0], base_s[node, option, u, 1]
+        if v == _MIDDLE_OUT or v == _FIRST_OUT:  # noqa: PLR1714, SIM109
+            base_x, base_y = base_x + sends[0, 0], base_y + sends[0, 1]
+        elif v >= 6:
+            base_x, base_y = base_x + sends[1, 0], base_y + sends[1, 1]
+        left_x, left_y = (x - base_x) * (1 + 1e-12), (y - base_y) * (1 + 1e-12)
+        left_both = (both - base_x - base_y) * (1 + 1e-12)
+        room, ends = arrays.room_bytes[option, role], arrays.end_sequence_bytes[option, role]
+        many, one = room - n * ends, room - ends
+        if left_x <= 0 or left_y <= 0 or left_both <= 0 or many < 0 or one < 0 or room <= 0:
+            continue
+        ends_last = u >= _LAST_ONE
+        if role & 1 and before > 0:
+            left_x, left_y, left_both = left_x - first_x, left_y - first_y, left_both - first_x - first_y
+            many, one = many - first_many, one - first_one
+            if left_x <= 0 or left_y <= 0 or left_both <= 0 or many < 0 or one < 0:
+                if not ends_last:
+                    # Some of the first layers: how many is not counted.
+                    caps[option, v], tight_x, tight_y = 0, x, y
+                continue
+            base_x, base_y = base_x + first_x, base_y + first_y
+        held = int(min(
+            most if before > 0 or ends_last else most - 1.0,
+            min(left_x * per_x, left_y * per_y, left_both * per_both) + 1e-9,
+            min(many * per_many, one * per_one) + 1e-9,
+        ))  # fmt: skip
+        if u == _ONLY and held < layers - before:
+            continue
+        if held >= 1:
+            caps[option, v] = held
+            tight_x = max(tight_x, base_x + held * layer_x)
+            tight_y = max(tight_y, base_y + held * layer_y)
+        elif before > 0 and not ends_last:
+            caps[option, v], tight_x, tight_y = 0, x, y
+    return tight_x, tight_y
+
+
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _fill_caps(
+    arrays: Arrays,
+    p: int,
+    receivers: IntArray,
+    to_slow: IntArray,
+    node: int,
+    fewest: int,
+    x: float,
+    y: float,
+    both: float,
+    caps: IntArray,
+) -> tuple[float, float]:
+    """Fill ``caps[option, variant]`` for the options of a pool: units that one stage holds, -1 where it cannot be.
+
+    The last two variants are the second and the fourth, sending to a slow network. Returns limits on x and y, no
+    larger, within which the stages hold as much.
+    """
+    slower_s, base_s, room, end_sequence = arrays.slower_s, arrays.base_s, arrays.room_bytes, arrays.end_sequence_bytes
+    tight_x = tight_y = 0.0
+    n = float(arrays.low[node] * fewest if arrays.micro_batches else arrays.low[node])
+    # What a send takes longer outside of the node, and to a slow network.
+    sends = np.zeros((2, 2))
+    if receivers.shape[1] > 0:
+        sends[0] = np.inf
+        for i in range(receivers.shape[1]):
+            row = receivers[p, i]
+            if row < 0:
+                break
+            for k in range(2):
+                sends[0, k] = min(sends[0, k], slower_s[row, node, k])
+    sends[1] = np.inf
+    if not arrays.slow[p]:
+        for i in range(to_slow.shape[1]):
+            row = to_slow[p, i]
+            if row < 0:
+                break
+            for k in range(2):
+                sends[1, k] = min(sends[1, k], slower_s[row, node, k])
+    for o in range(arrays.first_option[p], arrays.first_option[p + 1]):
+        for v in range(8):
+            caps[o, v] = -1
+        if n > arrays.batch_limit[o]:
+            continue
+        if arrays.before >= 0:
+            own_x, own_y = _fill_alike(arrays, node, o, n, x, y, both, sends, caps)
+            tight_x, tight_y = max(tight_x, own_x), max(tight_y, own_y)
+            continue
+        for v in range(8 if sends[1, 0] < np.inf else 6):
+            u = v if v < 6 else 2 * v - 11
+            role = 0 if u < 2 else (1 if u < 4 else (2 if u == 4 else 3))
+            base_x, base_y = base_s[node, o, u, 0], base_s[node, o, u, 1]
+            if v == _MIDDLE_OUT or v == _FIRST_OUT:  # noqa: PLR1714, SIM109
+                base_x, base_y = base_x + sends[0, 0], base_y + sends[0, 1]
+            elif v >= 6:
+                base_x, base_y = base_x + sends[1, 0], base_y + sends[1, 1]
+            left_x, left_y = (x - base_x) * (1 + 1e-12), (y - base_y) * (1 + 1e-12)
+            left_both = (both - base_x - base_y) * (1 + 1e-12)
+            many, one = room[o, role] - n * end_sequence[o, role], room[o, role] - end_sequence[o, role]
+            if left_x <= 0 or left_y <= 0 or left_both <= 0 or many < 0 or one < 0 or room[o, role] <= 0:
+                continue
+            caps[o, v] = _held(
+                arrays.prefix, arrays.units, arrays.layer_s, arrays.weight_bytes, arrays.sequence_bytes,
+                arrays.longest_bytes, node, o, u, n, left_x, left_y, left_both, many, one,
+            )  # fmt: skip
+    if arrays.before < 0:
+        return x, y
+    return min(x, tight_x), min(y, tight_y)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def most_units(
+    arrays: Arrays,
+    counts: IntArray,
+    anywhere: IntArray,
+    node: int,
+    fewest: int,
+    most_stages: int,
+    x: float,
+    y: float,
+    both: float,
+    most: IntArray,
+    inner: IntArray,
+) -> None:
+    """Fill ``most[pool, 0, stages]``: no less than any flag of `machine_units` has, sooner, and about the most of them.
+
+    ``anywhere``: (P, 0).
+    """
+    degree = arrays.degree
+    caps = np.empty((degree.size, 8), np.int64)
+    columns = min(most_stages, most.shape[2] - 1)
+    for p in range(counts.size):
+        if counts[p] == 0:
+            continue
+        for s in range(columns + 1):
+            most[p, 0, s] = -1
+        _fill_caps(arrays, p, anywhere, anywhere, node, fewest, x, y, both, caps)
+        a, b, g, fixed = arrays.first_option[p], arrays.first_option[p + 1], arrays.gpus[p], arrays.fixed_stages[p]
+        deepest = min(most_stages, g)
+        for o in range(a, b):
+            # Inside the machine its best of first and middle stages; at its end the best of all.
+            if degree[o] <= g:
+                most[p, 0, 1] = max(most[p, 0, 1], caps[o, 1], caps[o, 3], caps[o, 4], caps[o, 5])
+            caps[o, 0] = max(caps[o, 0], caps[o, 2])
+            caps[o, 1] = max(caps[o, 1], caps[o, 4])
+        if deepest > 1:
+            _fill_inner(degree, caps, a, b, g, deepest - 1, inner)
+        for s in range(2, deepest + 1):
+            for o in range(a, b):
+                d = degree[o]
+                if d < g and caps[o, 1] >= 0 and inner[g - d, s - 1] >= 0:
+                    most[p, 0, s] = max(most[p, 0, s], caps[o, 1] + inner[g - d, s - 1])
+        if fixed == 0:
+            for s in range(1, columns + 1):
+                most[p, 0, s] = max(most[p, 0, s], most[p, 0, s - 1])
+        else:
+            for s in range(1, columns + 1):
+                if s != fixed:
+                    most[p, 0, s] = -1
+
+
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _fill_inner(degree: IntArray, caps: IntArray, a: int, b: int, gpus: int, most: int, inner: IntArray) -> None:
+    """Fill ``inner[c, s]``: the most that s middle stages, all sending inside the node, hold on c GPUs."""
+    for c in range(gpus + 1):
+        inner[c, 0] = 0
+        for s in range(1, most + 1):
+            inner[c, s] = inner[c - 1, s] if c > 0 else -1
+    for o in range(a, b):
+        d, units = degree[o], caps[o, 0]
+        if units < 0:
+            continue
+        # With what came before and more of this option.
+        for c in range(d, gpus + 1):
+            for s in range(1, most + 1):
+                if inner[c - d, s - 1] >= 0:
+                    inner[c, s] = max(inner[c, s], units + inner[c - d, s - 1])
+
+
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
 def machine_units(
     arrays: Arrays,
     counts: IntArray,
@@ -388,91 +559,25 @@ def machine_units(
     Of each pool that has machines by ``counts``, within x, y, and ``both`` for their sum. Flags are what it holds of
     first (1) and last stage (2); 4 is middle stages of which the last sends to a slow network, 5 first and middle ones.
     ``receivers``, ``to_slow``: rows of `receivers_of`, or no column where a machine may send to any, and where there is
-    no slow network. ``fewest`` stages set the sequences in flight, ``most_stages`` the stages looked at. ``inner`` is
-    scratch of (GPUs + 1, stages + 1). Returns limits on x and y, no larger, within which the machines hold as much.
+    no slow network. ``fewest`` stages set the sequences in flight, ``most_stages`` the stages looked at; no machine has
+    more than GPUs, which are the columns of ``held``. ``inner`` is scratch of (GPUs + 1, GPUs + 1). Returns limits on x
+    and y, no larger, within which the machines hold as much.
     """
-    degree, prefix, before, slower_s = arrays.degree, arrays.prefix, arrays.before, arrays.slower_s
-    layer_s, base_s, room, end_sequence = arrays.layer_s, arrays.base_s, arrays.room_bytes, arrays.end_sequence_bytes
+    degree = arrays.degree
     tight_x = tight_y = 0.0
-    n = float(arrays.low[node] * fewest if arrays.micro_batches else arrays.low[node])
+    columns = min(most_stages, held.shape[2] - 1)
     caps = np.empty((degree.size, 8), np.int64)
-    body = 0
-    for k in range(prefix.shape[1]):
-        if prefix[-1, k] > prefix[-2, k]:
-            body = k
     for p in range(counts.size):
         if counts[p] == 0:
             continue
         a, b = arrays.first_option[p], arrays.first_option[p + 1]
-        more_x = more_y = 0.0
-        if receivers.shape[1] > 0:
-            more_x = more_y = np.inf
-            for i in range(receivers.shape[1]):
-                row = receivers[p, i]
-                if row < 0:
-                    break
-                more_x = min(more_x, slower_s[row, node, 0])
-                more_y = min(more_y, slower_s[row, node, 1])
-        slow_x = slow_y = np.inf
-        if not arrays.slow[p]:
-            for i in range(to_slow.shape[1]):
-                row = to_slow[p, i]
-                if row < 0:
-                    break
-                slow_x = min(slow_x, slower_s[row, node, 0])
-                slow_y = min(slow_y, slower_s[row, node, 1])
-        variants = 8 if slow_x < np.inf else 6
-        for o in range(a, b):
-            for v in range(8):
-                caps[o, v] = -1
-            if n > arrays.batch_limit[o]:
-                continue
-            for v in range(variants):
-                # The last two are the second and the fourth, sending to a slow network.
-                u = v if v < 6 else 2 * v - 11
-                role = 0 if u < 2 else (1 if u < 4 else (2 if u == 4 else 3))
-                base_x, base_y = base_s[node, o, u, 0], base_s[node, o, u, 1]
-                if v == _MIDDLE_OUT or v == _FIRST_OUT:  # noqa: PLR1714, SIM109
-                    base_x += more_x
-                    base_y += more_y
-                elif v >= 6:
-                    base_x += slow_x
-                    base_y += slow_y
-                left_x = (x - base_x) * (1 + 1e-12)
-                left_y = (y - base_y) * (1 + 1e-12)
-                left_both = (both - base_x - base_y) * (1 + 1e-12)
-                many = room[o, role] - n * end_sequence[o, role]
-                one = room[o, role] - end_sequence[o, role]
-                if left_x <= 0 or left_y <= 0 or left_both <= 0 or many < 0 or one < 0 or room[o, role] <= 0:
-                    continue
-                caps[o, v] = _held(
-                    prefix, arrays.units, before, layer_s, arrays.weight_bytes, arrays.sequence_bytes,
-                    arrays.longest_bytes, node, o, u, n, left_x, left_y, left_both, many, one,
-                )  # fmt: skip
-                if caps[o, v] > 0 and before >= 0:
-                    used_x = base_x + caps[o, v] * layer_s[node, o, 0, body]
-                    used_y = base_y + caps[o, v] * layer_s[node, o, 1, body]
-                    if role & 1 and before > 0:
-                        for k in range(prefix.shape[1]):
-                            used_x += prefix[before, k] * layer_s[node, o, 0, k]
-                            used_y += prefix[before, k] * layer_s[node, o, 1, k]
-                    tight_x = max(tight_x, used_x)
-                    tight_y = max(tight_y, used_y)
-                elif caps[o, v] == 0:
-                    # Some of the first layers: how many is not counted.
-                    tight_x, tight_y = x, y
+        own_x, own_y = _fill_caps(arrays, p, receivers, to_slow, node, fewest, x, y, both, caps)
+        tight_x, tight_y = max(tight_x, own_x), max(tight_y, own_y)
         g, fixed = arrays.gpus[p], arrays.fixed_stages[p]
         most = min(most_stages, g)
-        # The most that s middle stages, all sending inside the node, hold on c GPUs.
-        for c in range(g + 1):
-            inner[c, 0] = 0
-            for s in range(1, most + 1):
-                inner[c, s] = inner[c - 1, s] if c > 0 else -1
-                for o in range(a, b):
-                    if degree[o] <= c and caps[o, 0] >= 0 and inner[c - degree[o], s - 1] >= 0:
-                        inner[c, s] = max(inner[c, s], caps[o, 0] + inner[c - degree[o], s - 1])
+        _fill_inner(degree, caps, a, b, g, most, inner)
         for f in range(6):
-            for s in range(most_stages + 1):
+            for s in range(columns + 1):
                 held[p, f, s] = -1
         for s in range(1, most + 1):
             if fixed > 0 and s != fixed:
@@ -499,11 +604,9 @@ def machine_units(
         if fixed == 0:
             # More stages than help are as many as do.
             for f in range(6):
-                for s in range(1, most_stages + 1):
+                for s in range(1, columns + 1):
                     held[p, f, s] = max(held[p, f, s], held[p, f, s - 1])
-    if before < 0:
-        return x, y
-    return min(x, tight_x), min(y, tight_y)
+    return tight_x, tight_y
 
 
 # Ways in which machines behind slow and fast networks stand: any; slow before fast; slow alone; fast alone; or else
@@ -565,6 +668,7 @@ def _covers(
     for state in range(states):
         best[state, 0] = -1
     best[0, 0] = 0
+    top_stages = min(depth, held.shape[2] - 1)
     useful = 0
     tops = np.empty(6, np.int64)
     for p in machines:
@@ -573,7 +677,7 @@ def _covers(
             tops[f] = -1
             if not allowed(f, slow[p], way):
                 continue
-            for s in range(1, depth + 1):
+            for s in range(1, top_stages + 1):
                 if held[p, f, s] > tops[f]:
                     tops[f] = held[p, f, s]
                     deepest = max(deepest, s)
@@ -605,7 +709,7 @@ def _covers(
                 if not allowed(f, slow[p], way):
                     continue
                 most = -1
-                for s in range(1, depth + 1):
+                for s in range(1, top_stages + 1):
                     if held[p, f, s] > most:
                         most = held[p, f, s]
                         ways[count, 0] = f

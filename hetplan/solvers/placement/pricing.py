@@ -21,6 +21,7 @@ from hetplan.solvers.placement.covering import (
     Arrays,
     allowed,
     machine_units,
+    most_units,
     receivers_of,
 )
 from hetplan.solvers.placement.rates import half_of, widest_side
@@ -73,7 +74,7 @@ def cheapest_cover(
     Fills ``rows`` (P + 1, 4 or 8, stages + 1, units + 1): the least price of holding at least so many units by machines
     of pool p and the pools after it. ``way``: how machines stand, see `covering.covers`.
     """
-    top = depth if count_stages else 0
+    top, most_held = depth if count_stages else 0, min(depth, held.shape[2] - 1)
     pools, kinds = held.shape[0], min(held.shape[1], 6 if way == FAST_TO_SLOW else 4)
     states = 8 if kinds == 6 else kinds
     for state in range(states):
@@ -98,7 +99,7 @@ def cheapest_cover(
                     if f & flags != f or not allowed(f, slow[p], way):
                         continue
                     last = -1
-                    for s in range(1, depth + 1):
+                    for s in range(1, most_held + 1):
                         units = held[p, f, s]
                         # As much was held with fewer stages.
                         if units < 0 or units == last:
@@ -182,7 +183,7 @@ def few_sets(
                 for f in range(4):
                     if f & flags != f:
                         continue
-                    for s in range(1, (used if count_stages else depth) + 1):
+                    for s in range(1, min(used if count_stages else depth, held.shape[2] - 1) + 1):
                         before = old[flags - f, used - s if count_stages else 0]
                         if held[p, f, s] >= 0 and before >= 0:
                             most = max(most, before + held[p, f, s])
@@ -254,8 +255,6 @@ def dear_sets(
     micro_batches = arrays.micro_batches
     needed = units[-1]
     pools = gpus.size
-    held = np.empty((pools, 6, most_stages + 1), np.int64)
-    most = np.empty((pools, 1, most_stages + 1), np.int64)
     anywhere = np.empty((pools, 0), np.int64)
     slow_counts = np.zeros(pools, np.int64)
     behind = most_gpus = 0
@@ -265,7 +264,9 @@ def dear_sets(
             behind += 1
         most_gpus = max(most_gpus, gpus[p])
     mixed = 0 < behind < pools
-    inner = np.empty((most_gpus + 1, most_stages + 1), np.int64)
+    held = np.empty((pools, 6, most_gpus + 1), np.int64)
+    most = np.empty((pools, 1, most_gpus + 1), np.int64)
+    inner = np.empty((most_gpus + 1, most_gpus + 1), np.int64)
     to_slow = np.empty((pools, pools if mixed else 0), np.int64)
     if mixed:
         receivers_of(arrays.slower, slow_counts, to_slow)
@@ -315,12 +316,16 @@ def dear_sets(
             # Machines cost at least what they did in the box this one is a part of; a set that is worth more than
             # the target has x + y below what that price allows, and so may each of its stages. Again at the new price.
             price = price_before
-            closed = small = counted = False
+            small, closed, counted = widest < _SMALL, False, False
             for _ in range(2):
                 work += 1.0
                 both_limit = 1.0 / (target * price)
                 depth = e2 if micro_batches else most_stages
-                machine_units(arrays, counts, anywhere, to_slow, c, e1, depth, u2, v2, both_limit, held, inner)
+                each = min(depth, most_gpus)
+                if small:
+                    machine_units(arrays, counts, anywhere, to_slow, c, e1, depth, u2, v2, both_limit, held, inner)
+                else:
+                    most_units(arrays, counts, anywhere, c, e1, depth, u2, v2, both_limit, most, inner)
                 per_unit = np.inf
                 per_stage = np.inf
                 stages = 0
@@ -328,15 +333,18 @@ def dear_sets(
                 for p in range(pools):
                     copies[p] = 0
                     wanted[p] = 0
-                    for s in range(1, depth + 1):
-                        most[p, 0, s] = max(held[p, 0, s], held[p, 1, s], held[p, 2, s], held[p, 3, s])
                     largest = -1
                     useful = 0
-                    for f in range(4):
-                        for s in range(1, depth + 1):
-                            if held[p, f, s] > largest or (held[p, f, s] > held[p, f, s - 1] and s > useful):
-                                largest = max(largest, held[p, f, s])
-                                useful = max(useful, s)
+                    for f in range(4 if small else 0):
+                        for s in range(1, each + 1):
+                            if held[p, f, s] > held[p, f, s - 1] and s > useful:
+                                useful = s
+                    for s in range(1, each + 1):
+                        if small:
+                            most[p, 0, s] = max(held[p, 0, s], held[p, 1, s], held[p, 2, s], held[p, 3, s])
+                        if most[p, 0, s] > largest:
+                            largest = most[p, 0, s]
+                            useful = max(useful, s)
                     if largest < 0 or prices[p] > budget:
                         continue
                     many = int(min(float(counts[p]), budget / prices[p]))
@@ -349,11 +357,11 @@ def dear_sets(
                     stages += useful * many
                     per_unit = min(per_unit, prices[p] / max(largest, 1))
                     per_stage = min(per_stage, prices[p] / useful)
-                    for s in range(1, depth + 1):
+                    for s in range(1, each + 1 if small else 0):
                         first = first or held[p, 1, s] >= 0
                         last = last or held[p, 2, s] >= 0
                         both = both or held[p, 3, s] >= 0
-                closed = not (both or (first and last)) or needed * per_unit > budget
+                closed = (small and not (both or (first and last))) or needed * per_unit > budget
                 if closed:
                     break
                 # Stages need no counting where all that help are allowed.
@@ -363,7 +371,6 @@ def dear_sets(
                 # First as if every machine held its best of first, middle and last stages, and stages were not counted;
                 # then they are; exactly in small boxes.
                 now = cheapest_cover(needed, most, depth, never, wanted, prices, budget, rows, spare, slow, anyhow)
-                small = widest < _SMALL
                 machines_tried = 0
                 for p in range(pools):
                     machines_tried += wanted[p]

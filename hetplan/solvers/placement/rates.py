@@ -110,7 +110,6 @@ def best_rate(
     micro_batches = arrays.micro_batches
     needed = units[-1]
     leaves = low.size // 2
-    held = np.empty((gpus.size, 6, most_stages + 1), np.int64)
     best = np.empty((8, most_stages + 1), np.int64)
     counts, slow_counts = np.zeros(gpus.size, np.int64), np.zeros(gpus.size, np.int64)
     most_gpus = behind = 0
@@ -121,7 +120,8 @@ def best_rate(
             behind += 1
     for p in range(gpus.size):
         most_gpus = max(most_gpus, gpus[p])
-    inner = np.empty((most_gpus + 1, most_stages + 1), np.int64)
+    held = np.empty((gpus.size, 6, most_gpus + 1), np.int64)
+    inner = np.empty((most_gpus + 1, most_gpus + 1), np.int64)
     receivers = np.empty((gpus.size, gpus.size), np.int64)
     receivers_of(arrays.slower, counts, receivers)
     mixed = 0 < behind < machines.size
@@ -238,7 +238,7 @@ def outweighing(
             sizes[i] += sets[i, p]
             behind += sets[i, p] if slow[p] else 0
         mixed[i] = 0 < behind < sizes[i]
-        largest = max(largest, sizes[i])
+        largest = max(largest, int(sizes[i]))
     machines = np.zeros((many, largest), np.int64)
     for i in range(many):
         at = 0
@@ -249,10 +249,10 @@ def outweighing(
         most_gpus = max(most_gpus, gpus[p])
         if slow[p]:
             slow_counts[p] = counts[p]
-    held = np.empty((pools, 6, most_stages + 1), np.int64)
+    held = np.empty((pools, 6, most_gpus + 1), np.int64)
     most = np.empty(pools, np.int64)
     best = np.empty((8, most_stages + 1), np.int64)
-    inner = np.empty((most_gpus + 1, most_stages + 1), np.int64)
+    inner = np.empty((most_gpus + 1, most_gpus + 1), np.int64)
     anywhere = np.empty((pools, 0), np.int64)
     to_slow = np.empty((pools, pools if mixed.any() else 0), np.int64)
     if mixed.any():
@@ -280,8 +280,10 @@ def outweighing(
             c, e1, e2, u1, u2, v1, v2 = half_of(box, side, half)
             if high[c] < low[c]:
                 continue
-            count, both = 0, 0.0
-            for i in members:
+            count = 0
+            both = 0.0
+            for k in range(members.size):
+                i = int(members[k])
                 if not outweighs[i] and u1 + v1 < s_best[i] * (1.0 - tolerance):
                     kept[count] = i
                     count += 1
@@ -310,7 +312,7 @@ def outweighing(
                     most[p] = 0
                     if counts[p] > 0:
                         for f in range(4):
-                            for s in range(1, depth + 1):
+                            for s in range(1, min(depth, most_gpus) + 1):
                                 most[p] = max(most[p], held[p, f, s])
                 holding = 0
                 for j in range(count):
