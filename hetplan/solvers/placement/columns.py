@@ -7,6 +7,7 @@ that none exceeds, and a rate that the relaxation of `covering` reaches. Both ar
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +30,14 @@ from hetplan.solvers.placement.search import best_under_limits
 from hetplan.solvers.placement.tables import IntArray, StageTables, build_tables, stage_options
 
 Machines = tuple[int, ...]
+# Estimators remember what they were asked, one thread at a time.
+_ESTIMATING = threading.Lock()
 
 # A rate is the best to this relative tolerance.
 EXACT = 2e-10
 # Sets that a space remembers while it prices; a power of two.
 _REMEMBERED = 1 << 16
-_MOST_BOXES = 10_000_000
+_MOST_BOXES, _BOXES_NEAR = 10_000_000, 2000
 # Where an order of machines is looked for near to what the relaxation reaches: shares of its batch, times its seconds.
 _BATCHES_NEAR = (1.0, 0.96, 1.04, 0.9, 1.1)
 _FURTHEST, _STEP = 1.3, 2e-3
@@ -42,8 +45,12 @@ _SECONDS_NEAR = 0.3
 _FOREVER = 1e6
 # Sums in another order differ by less than this.
 _ROUNDING = 1e-11
+# Ratios so many times the target are far from a bound.
+_FAR = 1.1
 # Plain boxes that a thread looks at before the boxes are dealt out again.
 _WORK = 1500.0
+# Such rounds after which sets that were listed are looked at, few as they are.
+_ROUNDS = 3
 # Sets that a pricing lists before it looks at them, at first and at most, and the share of its tolerance for that.
 _FIRST_LISTED, _MOST_LISTED, _SHARE = 32, 512, 0.25
 # Sets that are sifted together.
@@ -258,8 +265,8 @@ class Space:
         most = self._most_stages(counts)
         found: list[tuple[Machines, float, float]] = []
         ratio, bound, listed = 0.0, target, _FIRST_LISTED
-        boxes, pending = np.zeros((0, 8)), _Listed(len(self.pools), self._keys)
-        begun = False
+        boxes, pending = np.zeros((0, 9)), _Listed(len(self.pools), self._keys)
+        begun, rounds, total, most_rounds = False, 0, 0, math.inf
 
         def search(part: FloatArray) -> tuple[IntArray, FloatArray, FloatArray, float]:
             return dear_sets(
@@ -267,23 +274,32 @@ class Space:
             )  # fmt: skip
 
         while not begun or len(boxes):
-            if seconds_left(deadline) <= 0:
+            if seconds_left(deadline) <= 0 or total > most_rounds:
                 return ratio, max(bound, pending.most(), boxes[:, 0].max() if begun else math.inf), found
             # The most hopeful boxes are dealt out in turn.
-            boxes = boxes[np.argsort(-boxes[:, 0])]
+            boxes = boxes[np.argsort(-boxes[:, 8])]
             hands = [boxes[hand] for hand in threads.dealt(list(range(len(boxes))))] if begun else [boxes]
             results = threads.each(search, hands)
             boxes, begun = np.concatenate([left for _, _, left, _ in results]), True
             for sets, ratios, _, _ in results:
                 pending.add(sets, ratios)
-            if len(pending.sets) < listed and len(boxes):
+            rounds, total = rounds + 1, total + 1
+            if len(boxes) and (not pending.sets or (len(pending.sets) < listed and rounds < _ROUNDS)):
                 continue
+            rounds = 0
             reached, upper = self._look_at(pending, own, target, tolerance, most_found, cap, deadline, found)
             ratio, bound, listed = max(ratio, reached), max(bound, upper), min(2 * listed, _MOST_LISTED)
             pending = _Listed(len(self.pools), self._keys)
-            if found:
+            if ratio > _FAR * target:
                 return ratio, max(bound, boxes[:, 0].max(initial=0.0)), found
-        return ratio, bound, found
+            if found and math.isinf(most_rounds):
+                # These are little above the target; that nothing is above them may be proven in about the same time.
+                most_rounds, target, most_found = (
+                    2 * total + _ROUNDS,
+                    max(target, ratio * (1 + tolerance)),
+                    2 * most_found,
+                )
+        return ratio, max(bound, target), found
 
     def _look_at(
         self,
@@ -445,7 +461,10 @@ class Columns:
                 elif rate > 0 and found is None and not space.stands(machines):
                     bound = 0.0
                 elif rate > 0 and found is None:
-                    rate, bound, at = space.rate(machines, least=value, tolerance=tolerance, ordered=True)
+                    most = _BOXES_NEAR if near else _MOST_BOXES
+                    rate, bound, at = space.rate(
+                        machines, least=value, tolerance=tolerance, ordered=True, most_boxes=most
+                    )
                     found = space.place(machines, at) if rate > 0 else None
                 upper = max(upper, bound)
             if found is not None:
@@ -459,11 +478,12 @@ class Columns:
 
     def best_batch(self, choice: PipelineChoice) -> tuple[PipelineChoice, float]:
         """The pipeline at its best micro-batch, whatever the estimator's own rule would take, and its value."""
-        most = micro_batch(
-            self.estimator, sequences_that_fit(self.problem, self.estimator, choice.stages), len(choice.stages)
-        )
+        with _ESTIMATING:
+            fitting = sequences_that_fit(self.problem, self.estimator, choice.stages)
+        most = micro_batch(self.estimator, fitting, len(choice.stages))
         batches = np.arange(1, most + 1)
-        values = value_of(self.problem, pipeline_rates(self.problem, self.estimator, choice.stages, batches))
+        with _ESTIMATING:
+            values = value_of(self.problem, pipeline_rates(self.problem, self.estimator, choice.stages, batches))
         best = int(np.argmax(values))
         return PipelineChoice(choice.stages, choice.offers, best + 1), float(values[best])
 

@@ -59,15 +59,17 @@ _COPIES = 8
 # Pricings in a row that prove nothing new before the search ends, and new sets after which one stops.
 _PATIENCE, _ENOUGH = 4, 20
 # Tolerance of a pricing: at most, and what part of the gap.
-_LOOSEST, _PART_OF_GAP = 0.05, 6
+_LOOSEST, _PART_OF_GAP = 0.05, 4
 # Share of the gap wanted to which the linear program is solved; whole pipelines lose the rest.
 _NEAR = 0.9
+# Prices that known columns outweigh by more than this are not asked for.
+_USEFUL = 1.05
 # How far inside of its limits the search for a centre begins, and how much more than all columns a better bound weighs.
-_INSIDE, _TOWARDS = 5e-4, 2.0
+_INSIDE, _TOWARDS = 5e-4, 1.0
 # Share of the time that is kept for choosing whole pipelines.
-_FOR_WHOLE = 0.12
-# Machines from which on prices are first looked for on a part of them.
-_MANY_MACHINES = 40
+_FOR_WHOLE = 0.1
+# Machines from which on prices are first looked for on a part of them, one in so many, and to what gap.
+_MANY_MACHINES, _PART, _PART_GAP = 40, 16, 2e-2
 # Sets rated between two linear programs, and in how many rounds.
 _NEIGHBOURS, _ROUNDS = 40, 20
 # To what tolerance they are rated; and sets that are used.
@@ -449,12 +451,11 @@ class _Run:
         full = self.columns.counts
         if hint is None and sum(full) >= _MANY_MACHINES:
             # A part of the inventory has about the same prices, and they are found sooner.
-            for share in (16, 4):
-                part = tuple(-(-count // share) for count in full)
-                if max(full) >= share and part != full:
-                    self.columns.counts = part
-                    if self._columns():
-                        hint = self._converge(max(self.gap, 2e-2), hint, final=False)[0].prices
+            part = tuple(-(-count // _PART) for count in full)
+            if part != full:
+                self.columns.counts = part
+                if self._columns():
+                    hint = self._converge(max(2 * self.gap, _PART_GAP), hint, final=False)[0].prices
             self.columns.counts = full
         proof, chosen = self._converge(max(self.gap, _TIGHT), hint, final=True)
         if not chosen:
@@ -471,6 +472,9 @@ class _Run:
         # The last part of the time is for whole numbers.
         pricing = self.deadline - _FOR_WHOLE * (self.deadline - self.began) if final else self.deadline
         looked, stuck = math.inf, 0
+        many = sum(self.columns.counts) >= _MANY_MACHINES
+        # Columns around which there were no better ones.
+        around: list[Machines] = []
         asked = [proof.prices] if hint is None else [proof.prices, np.maximum(hint, 1e-9 * proof.prices)]
         chosen: list[Machines] = []
         while True:
@@ -478,21 +482,24 @@ class _Run:
             duals = self._linear(sets, known=True) if sets else None
             gap = math.inf if duals is None else relative_gap(proof.bound, duals.value)
             over = seconds_left(pricing) <= 0 or stuck > _PATIENCE
-            if gap <= _NEAR * wanted or over:
-                if not final:
-                    return proof, []
-                chosen = self._whole_numbers(proof, chosen)
+            if not final and (gap <= _NEAR * wanted or over):
+                return proof, []
+            enough = bool(chosen) and relative_gap(proof.bound, self._objective(self._rated(chosen))) <= wanted
+            if over or enough or gap <= _NEAR * min(wanted, 0.5 * looked):
+                chosen, looked = self._whole_numbers(proof, chosen), gap
                 reached = relative_gap(proof.bound, self._objective(self._rated(chosen))) if chosen else math.inf
-                if over or reached <= wanted or gap >= 0.5 * looked or seconds_left(self.deadline) <= 0:
+                if over or reached <= wanted or seconds_left(self.deadline) <= 0:
                     return proof, chosen
-                looked = gap
-            if asked:
+            if asked and self._best_known(asked[0]) <= _USEFUL:
                 # First the prices of single machines tell which sets are of no interest.
                 prices = asked.pop(0)
             else:
-                prices = self._centre(proof, sets)
-                if duals is not None and self._add_neighbours(duals, prices, proof, pricing):
-                    continue
+                asked, prices = [], self._centre(proof, sets)
+                if duals is not None and duals.used != around:
+                    if self._add_neighbours(duals, prices, proof, pricing):
+                        continue
+                    # At other prices there may be some; of many machines it takes long to find out.
+                    around = duals.used if many else []
             known = self._best_known(prices)
             ratio, most = self.columns.best_ratio(
                 prices,
@@ -547,9 +554,14 @@ class _Run:
     def _first_columns(self, warm_start: Plan | None) -> None:
         """One machine or several of a pool, and the sets of an older plan or of a plan by heuristics."""
         counts, rated = self.columns.counts, self.columns.rated
-        for pool, count in enumerate(counts):
-            for copies in range(1, min(count, _COPIES) + 1):
-                self.columns.rate(_unit(pool, len(counts), copies))
+        pools, served = [pool for pool, count in enumerate(counts) if count], dict[int, int]()
+        for copies in range(1, _COPIES + 1):
+            # One more than the fewest that hold a pipeline.
+            pools = [pool for pool in pools if copies <= min(counts[pool], served.get(pool, copies) + 1)]
+            units = [_unit(pool, len(counts), copies) for pool in pools]
+            for pool, known in zip(pools, self.columns.rate_each(units, [0.0] * len(units), _ROUGH), strict=True):
+                if known.reached > 0:
+                    served.setdefault(pool, copies)
         sets: list[Sequence[str]] = []
         if warm_start is not None:
             sets = [p.nodes for deployment in warm_start.deployments for p in deployment.pipelines]
@@ -661,18 +673,24 @@ class _Run:
     def _realised(self, proof: Proof, before: list[Machines]) -> list[Machines]:
         """The best whole numbers of columns, once the pipeline of each that is chosen is known."""
         columns = self.columns
+
+        def look_at(machines: Machines) -> None:
+            if seconds_left(self.deadline) > 0:
+                columns.realise(machines, tolerance=max(_FINE, self.gap / 20), near=True)
+
         while True:
-            share = 1 - _SLACK if before else _ANY
+            share, over = 1 - _SLACK if before else _ANY, seconds_left(self.deadline) <= 0
             near = [m for m in self._columns() if self._worth(m) >= share * price_of(m, proof.prices)]
             sets = list(dict.fromkeys([*near, *self._linear_used(), *before]))
+            if over:
+                sets = [m for m in sets if columns.rated[m].value is not None]
             chosen = self._whole(sets, time_limit_s=max(0.3, min(5.0, 0.3 * seconds_left(self.deadline))))
             if chosen is None:
                 return before
             unknown = [m for m in dict.fromkeys(chosen) if columns.rated[m].value is None]
-            for machines in unknown:
-                columns.realise(machines, tolerance=_FINE, near=True)
             if not unknown:
                 return chosen
+            threads.each(look_at, unknown)
 
     def _linear_used(self) -> list[Machines]:
         duals = self._linear(self._columns(), known=True)

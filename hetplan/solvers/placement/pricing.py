@@ -33,6 +33,8 @@ _FEW, _MANY = 8, 64
 _PARTIAL = 25
 # Share of x + y below which a box is small, and tiny.
 _SMALL, _TINY = 0.02, 0.002
+# How much too high a box's bound is by guess, times its widest side.
+_INFLATED = 2.0
 
 
 @njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
@@ -43,6 +45,15 @@ def _add_machine(new: FloatArray, old: FloatArray, units: int, price: float) -> 
     if new[near] > least:
         for r in range(near + 1):
             new[r] = min(new[r], least)
+    for r in range(units + 1, new.size):
+        new[r] = min(new[r], old[r - units] + price)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _add_machines(new: FloatArray, old: FloatArray, units: int, price: float) -> None:
+    """As `_add_machine`, for any number of machines where ``old`` is ``new``."""
+    for r in range(1, min(units, new.size - 1) + 1):
+        new[r] = min(new[r], old[0] + price)
     for r in range(units + 1, new.size):
         new[r] = min(new[r], old[r - units] + price)
 
@@ -62,6 +73,7 @@ def cheapest_cover(
     depth: int,
     count_stages: bool,
     copies: IntArray,
+    endless: NDArray[np.bool_],
     prices: FloatArray,
     budget: float,
     rows: FloatArray,
@@ -72,7 +84,8 @@ def cheapest_cover(
     """The least price of machines that hold ``needed`` units in one pipeline; infinite above ``budget``.
 
     Fills ``rows`` (P + 1, 4 or 8, stages + 1, units + 1): the least price of holding at least so many units by machines
-    of pool p and the pools after it. ``way``: how machines stand, see `covering.covers`.
+    of pool p and the pools after it. ``endless``: pools of whose machines no set needs more. ``way``: how machines
+    stand, see `covering.covers`.
     """
     top, most_held = depth if count_stages else 0, min(depth, held.shape[2] - 1)
     pools, kinds = held.shape[0], min(held.shape[1], 6 if way == FAST_TO_SLOW else 4)
@@ -86,6 +99,17 @@ def cheapest_cover(
     for p in range(pools - 1, -1, -1):
         price = prices[p]
         _copy(rows[p], rows[p + 1], states, top, needed)
+        if kinds == 1 and endless[p]:
+            new = rows[p]
+            last = -1
+            for s in range(1, most_held + 1):
+                units = held[p, 0, s]
+                if units < 0 or units == last:
+                    continue
+                last = units
+                for used in range(s if count_stages else 0, top + 1):
+                    _add_machines(new[0, used], new[0, used - s if count_stages else 0], units, price)
+            continue
         for copy in range(copies[p]):
             # What is read has not seen this machine yet.
             if copy == 0:
@@ -126,7 +150,10 @@ def few_sets(
     sets: IntArray,
     most_sets: int,
 ) -> int:
-    """All sets of machines within budget that hold ``needed`` units: fills ``sets``; -1 when they are not few."""
+    """All sets of machines within budget that hold ``needed`` units: fills ``sets``.
+
+    -1 less those found when they are not few.
+    """
     pools = copies.size
     top = depth if count_stages else 0
     chosen = np.zeros(pools, np.int64)
@@ -143,7 +170,7 @@ def few_sets(
     while True:
         looked += 1
         if looked > _PARTIAL * most_sets:
-            return -1
+            return -1 - count
         # What is missing costs at least this.
         least = np.inf
         for flags in range(4):
@@ -158,7 +185,7 @@ def few_sets(
             continue
         if spent + least <= budget:
             if count == most_sets:
-                return -1
+                return -1 - count
             for q in range(pools):
                 sets[count, q] = chosen[q]
             count += 1
@@ -228,8 +255,9 @@ def dear_sets(
         Numbers whose sums tell sets apart.
     known : (size, 2) float
         Bounds on rates of sets, as `row_of` finds them.
-    boxes : (H, 8) float
-        What is searched: requests/s per price that none in the box exceeds, and the box. No row: everything.
+    boxes : (H, 9) float
+        What is searched: requests/s per price that none in the box exceeds, the box, and a guess of what one in it
+        reaches, by which the search goes. No row: everything.
     most_listed : int
         Sets after which the search stops.
     most_stages : int
@@ -246,7 +274,7 @@ def dear_sets(
         Those that the known bounds leave open.
     ratios : (F,) float
         What each may be worth per price, in the box that it was found in.
-    boxes : (H, 8) float
+    boxes : (H, 9) float
         What is left to search.
     work : float
         About what it took, in the unit of ``most_work``: a plain box.
@@ -273,7 +301,7 @@ def dear_sets(
     # Variables, as a function compiles anew for literals.
     anyhow, never = int(np.int64(ANY)), bool(np.int64(0))
     copies = np.zeros(pools, np.int64)
-    wanted = np.zeros(pools, np.int64)
+    wanted, endless = np.zeros(pools, np.int64), np.zeros(pools, np.bool_)
     rows = np.empty((pools + 1, 4, most_stages + 1, needed + 1))
     spare = np.empty((8, most_stages + 1, needed + 1))
     others = np.empty((pools + 1 if mixed else 1, 8, most_stages + 1, needed + 1))
@@ -284,13 +312,13 @@ def dear_sets(
     for p in range(1, pools):
         cheapest = min(cheapest, prices[p])
     start = 1.0 / (target * cheapest)
-    heap = [(-np.inf, 1, 1, most_stages if micro_batches else 1, 0.0, start, 0.0, start)]
+    heap = [(-np.inf, np.inf, 1, 1, most_stages if micro_batches else 1, 0.0, start, 0.0, start)]
     if boxes.shape[0] > 0:
         heap.clear()
         for i in range(boxes.shape[0]):
             if boxes[i, 0] > target:
                 heap.append((
-                    -boxes[i, 0], int(boxes[i, 1]), int(boxes[i, 2]), int(boxes[i, 3]),
+                    -boxes[i, 8], boxes[i, 0], int(boxes[i, 1]), int(boxes[i, 2]), int(boxes[i, 3]),
                     boxes[i, 4], boxes[i, 5], boxes[i, 6], boxes[i, 7],
                 ))  # fmt: skip
         heapq.heapify(heap)
@@ -299,10 +327,10 @@ def dear_sets(
     listed = np.zeros((4 * sets.shape[0], 2))
     work = 0.0
     while len(heap) > 0 and work < most_work and total < most_listed:
-        top, node, d1, d2, x1, x2, y1, y2 = heapq.heappop(heap)
+        _, top, node, d1, d2, x1, x2, y1, y2 = heapq.heappop(heap)
         price_before = cheapest
-        if top > -np.inf:
-            price_before = min(rate_cap, 1.0 / max(x1 + y1, 1e-30)) / -top
+        if top < np.inf:
+            price_before = min(rate_cap, 1.0 / max(x1 + y1, 1e-30)) / top
         box = (node, d1, d2, x1, x2, y1, y2)
         side, widest = widest_side(box, low, high)
         for upper in range(2):
@@ -332,7 +360,7 @@ def dear_sets(
                 first = last = both = False
                 for p in range(pools):
                     copies[p] = 0
-                    wanted[p] = 0
+                    wanted[p], endless[p] = 0, False
                     largest = -1
                     useful = 0
                     for f in range(4 if small else 0):
@@ -353,7 +381,8 @@ def dear_sets(
                     copies[p] = many
                     # The cheapest set needs no more of a pool than hold everything, two for the ends and one that sends
                     # to a slow network.
-                    wanted[p] = min(many, (needed + max(largest, 1) - 1) // max(largest, 1) + 3)
+                    enough = (needed + max(largest, 1) - 1) // max(largest, 1) + 3
+                    wanted[p], endless[p] = min(many, enough), enough <= many
                     stages += useful * many
                     per_unit = min(per_unit, prices[p] / max(largest, 1))
                     per_stage = min(per_stage, prices[p] / useful)
@@ -370,27 +399,29 @@ def dear_sets(
                 depth = int(min(float(min(depth, stages)), budget / per_stage + 1e-9))
                 # First as if every machine held its best of first, middle and last stages, and stages were not counted;
                 # then they are; exactly in small boxes.
-                now = cheapest_cover(needed, most, depth, never, wanted, prices, budget, rows, spare, slow, anyhow)
+                now = cheapest_cover(
+                    needed, most, depth, never, wanted, endless, prices, budget, rows, spare, slow, anyhow
+                )
                 machines_tried = 0
                 for p in range(pools):
-                    machines_tried += wanted[p]
+                    machines_tried += 1 if endless[p] else wanted[p]
                 cells = (depth + 1 if counted else 1) * needed * machines_tried * 1e-5
                 work += cells
                 if now < np.inf and counted:
                     now = cheapest_cover(
-                        needed, most, depth, counted, wanted, prices, budget, rows, spare, slow, anyhow
+                        needed, most, depth, counted, wanted, endless, prices, budget, rows, spare, slow, anyhow
                     )
                 if small and now < np.inf:
                     work += 4 * cells
                     now = cheapest_cover(
-                        needed, held, depth, counted, wanted, prices, budget, rows, spare, slow, anyhow
+                        needed, held, depth, counted, wanted, endless, prices, budget, rows, spare, slow, anyhow
                     )
                 if small and mixed and now < np.inf:
                     exactly = np.inf
                     work += 16 * cells
                     for way in range(SLOW_FIRST, FAST_TO_SLOW + 1):
                         exactly = min(exactly, cheapest_cover(
-                            needed, held, depth, counted, wanted, prices, budget, others, spare, slow, way
+                            needed, held, depth, counted, wanted, endless, prices, budget, others, spare, slow, way
                         ))  # fmt: skip
                     now = exactly
                 closed = now == np.inf
@@ -405,8 +436,10 @@ def dear_sets(
                 most_sets = int(_MANY if widest < _TINY else _FEW)
                 found = few_sets(needed, held, depth, counted, copies, prices, budget, rows, cover, few, most_sets)
             if found < 0:
-                heapq.heappush(heap, (-rate / price, c, e1, e2, u1, u2, v1, v2))
-                continue
+                guess = rate / price / (1.0 + _INFLATED * widest)
+                heapq.heappush(heap, (-guess, rate / price, c, e1, e2, u1, u2, v1, v2))
+                # Of so many sets in a tiny box, some will do.
+                found = -1 - found if widest < _TINY else 0
             for i in range(found):
                 key, paid = 0, 0.0
                 for p in range(pools):
@@ -421,9 +454,9 @@ def dear_sets(
                     sets[total] = few[i]
                     ratios[total] = rate / paid
                     total += 1
-    left = np.empty((len(heap), 8))
+    left = np.empty((len(heap), 9))
     for i in range(len(heap)):
-        top, node, d1, d2, x1, x2, y1, y2 = heap[i]
-        left[i, 0], left[i, 1], left[i, 2], left[i, 3] = -top, node, d1, d2
-        left[i, 4], left[i, 5], left[i, 6], left[i, 7] = x1, x2, y1, y2
+        guess, top, node, d1, d2, x1, x2, y1, y2 = heap[i]
+        left[i, 0], left[i, 1], left[i, 2], left[i, 3] = top, node, d1, d2
+        left[i, 4], left[i, 5], left[i, 6], left[i, 7], left[i, 8] = x1, x2, y1, y2, -guess
     return sets[:total], ratios[:total], left, work
