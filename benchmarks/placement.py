@@ -269,6 +269,11 @@ def fleet_machines() -> dict[str, int]:
     return dict(zip(chosen, counts.tolist(), strict=True))
 
 
+def _fleet_case() -> Case:
+    # The last half second goes beyond a limit.
+    return Case("llama-3.1-70b", fleet_machines(), gap=0.05, limit_s=59.0)
+
+
 def small() -> None:
     """24 GPUs to the optimum."""
     print("\n## Exact search, 24 GPUs: to the optimum (aim: 1 s)\n")
@@ -302,7 +307,7 @@ def large() -> None:
 
 def fleet() -> None:
     """5,000 GPUs to 5%."""
-    case = Case("llama-3.1-70b", fleet_machines(), gap=0.05)
+    case = _fleet_case()
     machines, kinds = sum(case.machines.values()), len(case.machines)
     print(f"\n## Exact search, {case.gpus:,} GPUs in {machines:,} machines of {kinds} types (aim: 5% in 60 s)\n")
     _table("GPUs", "model", "s", "req/s", "bound", "gap", "aim met")
@@ -355,7 +360,7 @@ def check() -> None:
 def memory() -> None:
     """Most memory of the processes so far; of the fleet's where there is none."""
     if not _measured:
-        measure(Case("llama-3.1-70b", fleet_machines(), gap=0.05))
+        measure(_fleet_case())
     print("\n## Memory of the process, the largest of each size (aim: 2 GiB)\n")
     _table("GPUs", "model", "before the search, GiB", "most, GiB", "aim met")
     largest: dict[int, tuple[Case, Outcome]] = {}

@@ -8,8 +8,9 @@ division into two. The program is solved as if each set were worth the most that
 exactly, and so on until nothing changes.
 
 Large inventories: column generation. Prices of machines (duals of the linear program) that no pipeline outweighs
-bound every plan. `pricing` finds the pipeline that is worth most for its price, whatever the sizes, or proves that
-none is worth more. Proven prices are kept as a centre, and the next are asked for between it and the duals.
+bound every plan. `pricing` finds the sets that are worth most for their price, whatever the sizes, or proves that
+none is worth more. The prices asked for next are the `centre` of those that no known column outweighs and that may
+prove a better bound; before that, sets around the columns in use are looked at, which takes less.
 
 The certificate of a plan is the prices.
 """
@@ -448,6 +449,7 @@ class _Run:
             return self._best_of_all(solver)
         self._first_columns(warm_start)
         hint = self._old_prices(warm_start)
+        warm = hint is not None
         full = self.columns.counts
         if hint is None and sum(full) >= _MANY_MACHINES:
             # A part of the inventory has about the same prices, and they are found sooner.
@@ -457,16 +459,19 @@ class _Run:
                 if self._columns():
                     hint = self._converge(max(2 * self.gap, _PART_GAP), hint, final=False)[0].prices
             self.columns.counts = full
-        proof, chosen = self._converge(max(self.gap, _TIGHT), hint, final=True)
+        proof, chosen = self._converge(max(self.gap, _TIGHT), hint, final=True, warm=warm)
         if not chosen:
             return self._at_once(solver, [])
         rated = [self.columns.rated[machines] for machines in chosen]
         return self._solution(solver, rated, proof.bound, proof.certificate())
 
-    def _converge(self, wanted: float, hint: FloatArray | None, *, final: bool) -> tuple[Proof, list[Machines]]:
+    def _converge(
+        self, wanted: float, hint: FloatArray | None, *, final: bool, warm: bool = False
+    ) -> tuple[Proof, list[Machines]]:
         """Prices and columns until they meet within a gap; with ``final`` a choice of whole pipelines as well.
 
-        The prices asked for are the centre of all that may prove a better bound, by the columns known.
+        The prices asked for are the centre of all that may prove a better bound, by the columns known. ``warm``: the
+        ``hint`` is of about the same problem.
         """
         proof = self._proof(np.array(machine_rates(self.problem, self.columns.tables)[2]) * (1 + _MARGIN))
         # The last part of the time is for whole numbers.
@@ -475,7 +480,10 @@ class _Run:
         many = sum(self.columns.counts) >= _MANY_MACHINES
         # Columns around which there were no better ones.
         around: list[Machines] = []
-        asked = [proof.prices] if hint is None else [proof.prices, np.maximum(hint, 1e-9 * proof.prices)]
+        # First the prices of single machines tell which sets are of no interest; an older plan's are about right.
+        asked = [] if warm else [proof.prices]
+        if hint is not None:
+            asked.append(np.maximum(hint, 1e-9 * proof.prices))
         chosen: list[Machines] = []
         while True:
             sets = self._columns()
@@ -490,9 +498,9 @@ class _Run:
                 reached = relative_gap(proof.bound, self._objective(self._rated(chosen))) if chosen else math.inf
                 if over or reached <= wanted or seconds_left(self.deadline) <= 0:
                     return proof, chosen
+            tolerance = max(1e-4, min(_LOOSEST, gap / _PART_OF_GAP))
             if asked and self._best_known(asked[0]) <= _USEFUL:
-                # First the prices of single machines tell which sets are of no interest.
-                prices = asked.pop(0)
+                prices, tolerance = asked.pop(0), wanted / _PART_OF_GAP if warm else _LOOSEST
             else:
                 asked, prices = [], self._centre(proof, sets)
                 if duals is not None and duals.used != around:
@@ -505,7 +513,7 @@ class _Run:
                 prices,
                 least=known * (1 - 1e-6),
                 most_found=_ENOUGH,
-                tolerance=min(_LOOSEST, max(1e-4, gap / _PART_OF_GAP, wanted / 4)),
+                tolerance=tolerance,
                 deadline=pricing,
             )
             better = self._proof(prices * max(most, known) * (1 + _MARGIN))
