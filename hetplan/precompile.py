@@ -26,9 +26,7 @@ def compile_search_and_check() -> None:
 
 def compile_column_generation() -> None:
     """A larger one, planned."""
-    api.optimize(
-        model="llama-3.1-8b", cluster=_LARGE, workload=_WORKLOAD, solver="exact", gap=0.02, time_limit_s=300.0
-    )
+    api.optimize(model="llama-3.1-8b", cluster=_LARGE, workload=_WORKLOAD, solver="exact", gap=0.02, time_limit_s=300.0)
 
 
 def main() -> None:

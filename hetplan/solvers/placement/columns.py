@@ -261,8 +261,8 @@ class Space:
 
         A bound is ``least`` and the tolerance when nothing more is found. Ends when ``most_found`` sets are.
         """
-        own, target, have, most = prices[self.pools], least * (1 + tolerance), self._local(counts), 0
-        most = self._most_stages(counts)
+        own, target = prices[self.pools], least * (1 + tolerance)
+        have, most = self._local(counts), self._most_stages(counts)
         found: list[tuple[Machines, float, float]] = []
         ratio, bound, listed = 0.0, target, _FIRST_LISTED
         boxes, pending = np.zeros((0, 9)), _Listed(len(self.pools), self._keys)
@@ -294,11 +294,8 @@ class Space:
                 return ratio, max(bound, boxes[:, 0].max(initial=0.0)), found
             if found and math.isinf(most_rounds):
                 # These are little above the target; that nothing is above them may be proven in about the same time.
-                most_rounds, target, most_found = (
-                    2 * total + _ROUNDS,
-                    max(target, ratio * (1 + tolerance)),
-                    2 * most_found,
-                )
+                most_rounds, most_found = 2 * total + _ROUNDS, 2 * most_found
+                target = max(target, ratio * (1 + tolerance))
         return ratio, max(bound, target), found
 
     def _look_at(
@@ -316,7 +313,7 @@ class Space:
 
         Adds to ``found``.
         """
-        if not len(listed.sets):
+        if not listed.sets:
             return 0.0, target
         sets, ratios = np.array(listed.sets), np.array(listed.ratios)
         paid, share, ratio, bound = sets @ own, _SHARE * tolerance, 0.0, target
