@@ -1,0 +1,172 @@
+"""The best plan of a small inventory: every set of machines.
+
+All sets are rated, smaller ones first; a set is of no interest unless it is worth more than its best
+division into two. The program is solved as if each set were worth the most that it may be, the sets chosen are solved
+exactly, and so on until nothing changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hetplan.estimator.base import FloatArray
+from hetplan.solvers.base import Solution
+from hetplan.solvers.highs import maximise
+from hetplan.solvers.placement.bound import layer_rate_bound
+from hetplan.solvers.placement.columns import Columns, Machines, Rated, price_of, seconds_left
+from hetplan.solvers.placement.program import MARGIN, Program, Proof, division
+
+# Share of the best at which all machines together are looked at first.
+_CLOSE = 0.98
+# Tolerance of the first look at a set.
+_FIRST_LOOK = 2e-3
+# Bounds this near to the objective need no other proof.
+_TIGHT = 1e-7
+# A set is worth more than its parts when it is by more than this.
+_SAME = 5e-10
+
+
+class Enumeration(Program):
+    """All sets of machines."""
+
+    def enumerate(self) -> Solution:
+        """All sets of machines."""
+        grid = sorted(itertools.product(*(range(count + 1) for count in self.columns.counts)), key=sum)[1:]
+        parts = np.zeros([count + 1 for count in self.columns.counts])
+        proof, complete = None, True
+        if self.columns.limited:
+            # The proof leaves latency out, as only then machines alone say what a pipeline may be worth.
+            free = replace(self, problem=self.problem.replace(slo=None, latency_penalty=0.0))
+            proof = free._prove_free(grid)
+        for machines in grid:
+            if time.monotonic() > self.deadline:
+                complete = False
+                break
+            least = self._least(machines, parts)
+            known = self._rate(machines, least)
+            parts[machines] = max(least if self.problem.objective != "throughput_per_cost" else 0.0, known.worth)
+        chosen = self._choose(grid)
+        if not complete:
+            return self._at_once(chosen, proof)
+        if not chosen:
+            raise self._none(complete)
+        objective = self._objective(chosen)
+        if not self.columns.limited:
+            proof = self._prove(grid)
+        if proof is None:
+            bound = layer_rate_bound(self.problem, self.estimator)
+            return self._solution(chosen, bound.value, bound.certificate)
+        kind = "dual"
+        if self.problem.objective != "throughput_per_cost" and abs(proof.bound - objective) > _TIGHT * objective:
+            kind = "enumeration"
+            if not self.columns.limited:
+                proof.bound = objective if self.problem.objective == "cost" else objective * (1 + 4 * MARGIN)
+        return self._solution(chosen, proof.bound, proof.certificate(kind))
+
+    def _prove_free(self, grid: Sequence[Machines]) -> Proof | None:
+        """Prices for the problem without limits on latency."""
+        self.columns = Columns(self.problem, self.estimator, self.deadline)
+        parts = np.zeros([count + 1 for count in self.columns.counts])
+        for machines in grid:
+            if time.monotonic() > self.deadline:
+                return None
+            least = self._least(machines, parts)
+            parts[machines] = max(least, self._rate(machines, least).worth)
+        return self._prove(grid)
+
+    def _least(self, machines: Machines, parts: FloatArray) -> float:
+        """What a set has to be worth more than, to be of interest."""
+        if self.problem.objective == "throughput_per_cost":
+            # ``parts`` at no machines holds the best ratio so far.
+            costs = self.columns.costs
+            best = max((r.worth / price_of(m, costs) for m, r in self.columns.rated.items()), default=0.0)
+            return best * price_of(machines, costs) * (1 - 1e-12)
+        return division(machines, parts)
+
+    def _rate(self, machines: Machines, least: float) -> Rated:
+        if self.columns.limited:
+            return self.columns.realise(machines, least=least)
+        return self.columns.rate(machines, least=least, tolerance=_FIRST_LOOK)
+
+    def _choose(self, grid: Sequence[Machines]) -> list[Rated]:
+        """The best choice: sets that matter are solved exactly until those that are known are no worse than any."""
+        rated = self.columns.rated
+        grid = [machines for machines in grid if machines in rated]
+        if self.problem.objective == "throughput_per_cost":
+            return self._best_per_cost(grid)
+        everything = rated.get(self.columns.counts)
+        if everything is not None and everything.reached > _CLOSE * self._useful(grid)[0][self.columns.counts]:
+            # One pipeline on all machines, if it is about the best, rules most others out.
+            self.columns.realise(self.columns.counts)
+        while True:
+            parts, useful = self._useful(grid)
+            if self.problem.objective == "cost":
+                chosen = self._cheapest(useful, time_limit_s=max(1.0, seconds_left(self.deadline))) or []
+                needed = 0.0
+            else:
+                known, known_useful = self._useful(grid, proven=True)
+                chosen = _divided(parts, set(useful), self.columns.counts)
+                needed = float(known[self.columns.counts])
+                if needed > 0 and parts[self.columns.counts] <= needed * (1 + _SAME):
+                    return [rated[machines] for machines in _divided(known, set(known_useful), self.columns.counts)]
+            unknown = [machines for machines in chosen if rated[machines].value is None]
+            if not unknown:
+                return [rated[machines] for machines in chosen]
+            # The largest may already be enough to do without the others.
+            machines = max(unknown, key=sum)
+            rest = tuple(n - m for n, m in zip(self.columns.counts, machines, strict=True))
+            least = max(division(machines, parts), needed - float(parts[rest]))
+            self.columns.realise(machines, least=least)
+
+    def _best_per_cost(self, grid: Sequence[Machines]) -> list[Rated]:
+        rated, costs = self.columns.rated, self.columns.costs
+        while True:
+            best = max(grid, key=lambda m: rated[m].worth / price_of(m, costs), default=None)
+            if best is None or rated[best].worth <= 0:
+                return []
+            if rated[best].value is not None:
+                return [rated[best]]
+            self.columns.realise(best)
+
+    def _prove(self, grid: Sequence[Machines]) -> Proof | None:
+        """Prices by the linear program over all sets."""
+        if self.problem.objective == "throughput_per_cost":
+            costs, rated = self.columns.costs, self.columns.rated
+            best = max(rated[m].worth / price_of(m, costs) for m in grid) * (1 + MARGIN)
+            return Proof(np.maximum(costs * best, 0.0), best)
+        _, useful = self._useful(grid)
+        duals = self._linear(useful)
+        if duals is None:
+            return None
+        return self._proof(duals.prices * (1 + MARGIN))
+
+    def _cheapest(self, sets: Sequence[Machines], time_limit_s: float) -> list[Machines] | None:
+        worths = [min(self.columns.rated[m].worth, self.columns.cap) for m in sets]
+        found = maximise(self._program(sets, worths, integer=True), time_limit_s=time_limit_s, gap=0.0)
+        if found.values is None:
+            return None
+        numbers = np.rint(found.values).astype(int).tolist()
+        return [m for m, n in zip(sets, numbers, strict=True) for _ in range(n)]
+
+
+def _divided(parts: FloatArray, useful: set[Machines], machines: Machines) -> list[Machines]:
+    """The sets that make up what ``machines`` are worth together."""
+    chosen, left = [], [machines]
+    while left:
+        machines = left.pop()
+        if parts[machines] <= 0:
+            continue
+        if machines in useful:
+            chosen.append(machines)
+            continue
+        sub = parts[tuple(slice(0, n + 1) for n in machines)]
+        both = sub + np.flip(sub)
+        both[machines] = both[(0,) * len(machines)] = -np.inf
+        first = tuple(int(i) for i in np.unravel_index(int(both.argmax()), both.shape))
+        left += [first, tuple(a - b for a, b in zip(machines, first, strict=True))]
+    return chosen
