@@ -238,10 +238,11 @@ class Space:
         fixed = dict(zip(self.pools, self.covering.fixed_stages.tolist(), strict=True))
         mine = {pool: self.covering.option[self.covering.first_option[i] : self.covering.first_option[i + 1]].tolist()
                 for i, pool in enumerate(self.pools)}  # fmt: skip
-        found = best_under_limits(
-            self.problem, self.tables, self.estimator, pools, self.machines.gpus, fixed, mine,
-            at_least=least, most_labels=most_labels,
-        )  # fmt: skip
+        with _ESTIMATING:
+            found = best_under_limits(
+                self.problem, self.tables, self.estimator, pools, self.machines.gpus, fixed, mine,
+                at_least=least, most_labels=most_labels,
+            )  # fmt: skip
         if not found.stages:
             return None, 0.0, found.complete
         return self.choice(found.stages, found.micro_batch), found.value, found.complete
@@ -268,7 +269,7 @@ class Space:
         boxes, pending = np.zeros((0, 9)), _Listed(len(self.pools), self._keys)
         begun, rounds, total, most_rounds = False, 0, 0, math.inf
 
-        def search(part: FloatArray) -> tuple[IntArray, FloatArray, FloatArray, float]:
+        def search(part: FloatArray) -> tuple[IntArray, FloatArray, FloatArray]:
             return dear_sets(
                 self.arrays, have, own, self._keys, self._known, part, listed, most, target, cap, _WORK,
             )  # fmt: skip
@@ -280,8 +281,8 @@ class Space:
             boxes = boxes[np.argsort(-boxes[:, 8])]
             hands = [boxes[hand] for hand in threads.dealt(list(range(len(boxes))))] if begun else [boxes]
             results = threads.each(search, hands)
-            boxes, begun = np.concatenate([left for _, _, left, _ in results]), True
-            for sets, ratios, _, _ in results:
+            boxes, begun = np.concatenate([left for _, _, left in results]), True
+            for sets, ratios, _ in results:
                 pending.add(sets, ratios)
             rounds, total = rounds + 1, total + 1
             if len(boxes) and (not pending.sets or (len(pending.sets) < listed and rounds < _ROUNDS)):

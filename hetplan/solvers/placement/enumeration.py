@@ -19,16 +19,12 @@ from hetplan.solvers.base import Solution
 from hetplan.solvers.highs import maximise
 from hetplan.solvers.placement.bound import layer_rate_bound
 from hetplan.solvers.placement.columns import Columns, Machines, Rated, price_of, seconds_left
-from hetplan.solvers.placement.program import MARGIN, Program, Proof, division
+from hetplan.solvers.placement.program import MARGIN, SAME, TIGHT, Program, Proof, division
 
 # Share of the best at which all machines together are looked at first.
 _CLOSE = 0.98
 # Tolerance of the first look at a set.
 _FIRST_LOOK = 2e-3
-# Bounds this near to the objective need no other proof.
-_TIGHT = 1e-7
-# A set is worth more than its parts when it is by more than this.
-_SAME = 5e-10
 
 
 class Enumeration(Program):
@@ -62,7 +58,7 @@ class Enumeration(Program):
             bound = layer_rate_bound(self.problem, self.estimator)
             return self._solution(chosen, bound.value, bound.certificate)
         kind = "dual"
-        if self.problem.objective != "throughput_per_cost" and abs(proof.bound - objective) > _TIGHT * objective:
+        if self.problem.objective != "throughput_per_cost" and abs(proof.bound - objective) > TIGHT * objective:
             kind = "enumeration"
             if not self.columns.limited:
                 proof.bound = objective if self.problem.objective == "cost" else objective * (1 + 4 * MARGIN)
@@ -112,7 +108,7 @@ class Enumeration(Program):
                 known, known_useful = self._useful(grid, proven=True)
                 chosen = _divided(parts, set(useful), self.columns.counts)
                 needed = float(known[self.columns.counts])
-                if needed > 0 and parts[self.columns.counts] <= needed * (1 + _SAME):
+                if needed > 0 and parts[self.columns.counts] <= needed * (1 + SAME):
                     return [rated[machines] for machines in _divided(known, set(known_useful), self.columns.counts)]
             unknown = [machines for machines in chosen if rated[machines].value is None]
             if not unknown:

@@ -25,10 +25,8 @@ from hetplan.solvers.placement.choice import better, tighter
 from hetplan.solvers.placement.columns import Machines, price_of, seconds_left
 from hetplan.solvers.placement.dp_beam import DpBeam
 from hetplan.solvers.placement.even import Even
-from hetplan.solvers.placement.program import MARGIN, Duals, Program, Proof
+from hetplan.solvers.placement.program import MARGIN, TIGHT, Duals, Program, Proof
 
-# Bounds this near to the objective need no other proof.
-_TIGHT = 1e-7
 # Copies of one machine that make a first column.
 _COPIES = 8
 # Pricings in a row that prove nothing new before the search ends, and new sets after which one stops.
@@ -74,13 +72,12 @@ class Generation(Program):
             if part != full:
                 self.columns.counts = part
                 if self._columns():
-                    hint = self._converge(max(2 * self.gap, _PART_GAP), hint, final=False)[0].prices
+                    hint = self._converge(max(2 * self.gap, _PART_GAP), None, final=False)[0].prices
             self.columns.counts = full
-        proof, chosen = self._converge(max(self.gap, _TIGHT), hint, final=True, warm=warm)
+        proof, chosen = self._converge(max(self.gap, TIGHT), hint, final=True, warm=warm)
         if not chosen:
             return self._at_once([])
-        rated = [self.columns.rated[machines] for machines in chosen]
-        return self._solution(rated, proof.bound, proof.certificate())
+        return self._solution(self._rated(chosen), proof.bound, proof.certificate())
 
     def _converge(
         self, wanted: float, hint: FloatArray | None, *, final: bool, warm: bool = False
@@ -116,7 +113,7 @@ class Generation(Program):
                 if over or reached <= wanted or seconds_left(self.deadline) <= 0:
                     return proof, chosen
             tolerance = max(1e-4, min(_LOOSEST, gap / _PART_OF_GAP))
-            if asked and self._best_known(asked[0]) <= _USEFUL:
+            if asked and self._best_known(sets, asked[0]) <= _USEFUL:
                 prices, tolerance = asked.pop(0), wanted / _PART_OF_GAP if warm else _LOOSEST
             else:
                 asked, prices = [], self._centre(proof, sets)
@@ -125,7 +122,7 @@ class Generation(Program):
                         continue
                     # At other prices there may be some; of many machines it takes long to find out.
                     around = duals.used if many else []
-            known = self._best_known(prices)
+            known = self._best_known(sets, prices)
             ratio, most = self.columns.best_ratio(
                 prices,
                 least=known * (1 - 1e-6),
@@ -247,8 +244,8 @@ class Generation(Program):
             added += sum(known.reached > 0 for known in self.columns.rate_each(part, [least[m] for m in part], _ROUGH))
         return added
 
-    def _best_known(self, prices: FloatArray) -> float:
-        sets = self._columns()
+    def _best_known(self, sets: Sequence[Machines], prices: FloatArray) -> float:
+        """The most that a pipeline known on one of the sets is worth per price."""
         if not sets:
             return 1e-3
         worths = np.array([self._worth(m) for m in sets])
@@ -325,7 +322,7 @@ class Generation(Program):
         self._first_columns(None)
         bound = math.inf
         for tolerance in (5e-2, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8):
-            known = self._best_known(costs)
+            known = self._best_known(self._columns(), costs)
             _, most = columns.best_ratio(
                 costs, least=known * (1 - 1e-6), most_found=_ENOUGH, tolerance=tolerance, deadline=self.deadline
             )
@@ -339,7 +336,7 @@ class Generation(Program):
             if best is not None:
                 objective = self._objective([columns.rated[best]])
                 self._report(objective, bound, "1 pipeline")
-                if relative_gap(bound, objective) <= max(self.gap, _TIGHT):
+                if relative_gap(bound, objective) <= max(self.gap, TIGHT):
                     break
             if seconds_left(self.deadline) <= 0:
                 break

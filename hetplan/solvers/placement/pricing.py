@@ -241,7 +241,7 @@ def dear_sets(
     target: float,
     rate_cap: float,
     most_work: float,
-) -> tuple[IntArray, FloatArray, FloatArray, float]:
+) -> tuple[IntArray, FloatArray, FloatArray]:
     """Sets of machines on which a pipeline may be worth more per price than ``target``.
 
     Parameters
@@ -266,7 +266,7 @@ def dear_sets(
     rate_cap : float
         Requests/s beyond this are worth nothing.
     most_work : float
-        After which the search stops.
+        After which the search stops, where a plain box is 1.
 
     Returns
     -------
@@ -276,8 +276,6 @@ def dear_sets(
         What each may be worth per price, in the box that it was found in.
     boxes : (H, 9) float
         What is left to search.
-    work : float
-        About what it took, in the unit of ``most_work``: a plain box.
     """
     gpus, low, high, slow, units = arrays.gpus, arrays.low, arrays.high, arrays.slow, arrays.units
     micro_batches = arrays.micro_batches
@@ -459,4 +457,4 @@ def dear_sets(
         guess, top, node, d1, d2, x1, x2, y1, y2 = heap[i]
         left[i, 0], left[i, 1], left[i, 2], left[i, 3] = top, node, d1, d2
         left[i, 4], left[i, 5], left[i, 6], left[i, 7], left[i, 8] = x1, x2, y1, y2, -guess
-    return sets[:total], ratios[:total], left, work
+    return sets[:total], ratios[:total], left

@@ -28,7 +28,9 @@ from hetplan.solvers.placement.even import Even
 # What proven prices and bounds leave to rounding.
 MARGIN = 2e-9
 # A set is worth more than its parts when it is by more than this.
-_SAME = 5e-10
+SAME = 5e-10
+# Bounds this near to the objective need no other proof.
+TIGHT = 1e-7
 # A demand that is missed by this share is reached.
 _REACHED = 5e-10
 
@@ -221,7 +223,7 @@ class Program:
             least, worth = division(machines, parts), min(known.worth, self.columns.cap)
             if proven:
                 worth = min(known.value or 0.0, self.columns.cap)
-            if worth > least * (1 + _SAME):
+            if worth > least * (1 + SAME):
                 useful.append(machines)
                 least = worth
             parts[machines] = least
