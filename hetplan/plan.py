@@ -92,7 +92,9 @@ class PipelinePredictions(Frozen):
 class Pipeline(Frozen):
     """Stages in order, ``count`` identical copies. ``nodes`` names the offer of each machine of one copy.
 
-    ``max_num_seqs`` sequences are kept in flight, ``micro_batch`` of them in a stage at a time.
+    ``max_num_seqs`` sequences are kept in flight, ``micro_batch`` of them in a stage at a time. ``cost_usd_per_hour``
+    is the price of one copy's machines and, when it is kept full, of what it sends over zone links, which alone is
+    ``egress_usd_per_hour``.
     """
 
     nodes: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -104,6 +106,7 @@ class Pipeline(Frozen):
     max_model_len: Annotated[int, Field(ge=1)]
     predictions: PipelinePredictions
     cost_usd_per_hour: Annotated[float, Field(ge=0)]
+    egress_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
 
 
 class Deployment(Frozen):
@@ -190,7 +193,9 @@ class Plan(Frozen):
         Objective in its own unit (req/s, req/s per $/h, $/h), the proven bound on it and their relative distance;
         a heuristic alone leaves bound and gap None.
     requests_per_s, cost_usd_per_hour, usd_per_million_output_tokens : float
-        Of all pipelines kept full, and the price of the machines they use.
+        Of all pipelines kept full: the price of the machines they use and of what they send over zone links.
+    egress_usd_per_hour : float
+        The part of the cost that is for zone links.
     """
 
     schema_version: Literal["hetplan.plan/1"] = SCHEMA
@@ -199,6 +204,7 @@ class Plan(Frozen):
     routes: tuple[Route, ...]
     requests_per_s: float
     cost_usd_per_hour: float
+    egress_usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
     usd_per_million_output_tokens: float
     status: Literal["optimal", "feasible"]
     objective_name: str

@@ -13,6 +13,8 @@
       - {name: box, gpu: X1, gpu_count: 4, link: pcie, network_gbps: 25}
     offers:                           # own prices, of own or catalogued machines
       - {instance_type: box, count: 2, market: owned}
+    zone_links:                       # where pipelines may cross regions, and what is between zones of one region
+      - {ends: [aws/us-west-2, own/own], latency_s: 0.03, gbps: 5, egress_usd_per_gb: 0.09}
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ from typing import Any
 
 from hetplan.catalog import tables
 from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
-from hetplan.catalog.offers import Cluster, Offer, Pool
+from hetplan.catalog.offers import Cluster, Offer, Pool, ZoneLink
 from hetplan.errors import InvalidInputError
 from hetplan.files import read_csv_rows, read_yaml
-from hetplan.units import parse_bytes
+from hetplan.units import BITS_PER_BYTE, GB, parse_bytes
 
 MAX_AGE_DAYS = 90
 
-_KEYS = ("region", "market", "provider", "machines", "gpus", "instance_types", "offers")
+_KEYS = ("region", "market", "provider", "machines", "gpus", "instance_types", "offers", "zone_links")
 _GPU_KEYS = ("name", "vendor", "memory_bytes", "bandwidth_bytes_per_s", "dense_flops", "native_dtypes", "source")
 _TYPE_KEYS = ("name", "provider", "gpu", "gpu_count", "link", "network_gbps", "host_memory_bytes", "source")
 _OFFER_KEYS = (
     "instance_type", "count", "market", "price_usd_per_hour", "region", "zone", "provider", "notice_s",
     "interruptions_per_hour", "observed_on", "source",
 )  # fmt: skip
+_LINK_KEYS = ("ends", "latency_s", "gbps", "bytes_per_s", "egress_usd_per_gb", "source")
 _CSV_COLUMNS = ("instance_type", "count")
 _CSV_OPTIONAL = ("market", "price_usd_per_hour", "region", "provider", "observed_on", "source")
 
@@ -170,7 +173,8 @@ def _cluster(
     with _at(source):
         if not pools:
             raise InvalidInputError("the cluster is empty: give machines or offers")
-        return Cluster(instance_types=tuple(types.values()), pools=tuple(pools))
+        links = tuple(_zone_link(*entry, source) for entry in _entries(given, "zone_links", source))
+        return Cluster(instance_types=tuple(types.values()), pools=tuple(pools), zone_links=links)
 
 
 def _pool(
@@ -195,6 +199,28 @@ def _pool(
     return machine, Pool(offer=Offer(instance_type=machine.name, **offer), count=count)
 
 
+def _zone_link(place: str, entry: Any, source: str) -> ZoneLink:
+    with _at(place):
+        values = _mapping(entry, place, _LINK_KEYS)
+        for key in ("ends", "latency_s"):
+            if key not in values:
+                raise InvalidInputError(f"{key} is missing; give one")
+        if ("gbps" in values) == ("bytes_per_s" in values):
+            raise InvalidInputError("one of gbps (Gbit/s) and bytes_per_s is needed; give one")
+        ends = values["ends"]
+        if not isinstance(ends, (list, tuple)) or len(ends) != 2 or not all(isinstance(end, str) for end in ends):
+            raise InvalidInputError(f"ends is {ends!r}; give two places, such as [aws/us-west-2, aws/us-east-1]")
+        rate = values["bytes_per_s"] if "bytes_per_s" in values else _gbps(values["gbps"], "gbps") * GB / BITS_PER_BYTE
+        link = Link(latency_s=values["latency_s"], bytes_per_s=rate, source=values.get("source", f"given in {source}"))
+        return ZoneLink(ends=tuple(ends), link=link, egress_usd_per_gb=values.get("egress_usd_per_gb", 0.0))
+
+
+def _gbps(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InvalidInputError(f"{key} is {value!r}; give Gbit/s above 0")
+    return value
+
+
 def _gpu(place: str, entry: Any, source: str) -> GpuSpec:
     with _at(place):
         values = {"vendor": "own", "source": f"given in {source}"} | _mapping(entry, place, _GPU_KEYS)
@@ -209,8 +235,8 @@ def _instance_type(place: str, entry: Any, gpus: Mapping[str, GpuSpec], source: 
             raise InvalidInputError("gpu and gpu_count are needed; give both")
         gpu, count = str(values.pop("gpu")), values["gpu_count"]
         link, gbps = values.pop("link", None), values.pop("network_gbps", None)
-        if gbps is not None and (isinstance(gbps, bool) or not isinstance(gbps, (int, float)) or gbps <= 0):
-            raise InvalidInputError(f"network_gbps is {gbps!r}; give Gbit/s above 0")
+        if gbps is not None:
+            _gbps(gbps, "network_gbps")
         if not isinstance(count, int) or count < 1:
             raise InvalidInputError(f"gpu_count is {count!r}; give a whole number from 1")
         return InstanceType(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -43,8 +44,13 @@ class Offer(Frozen):
     @property
     def name(self) -> str:
         """Unique in a cluster: provider/region[/zone]/type/market."""
-        place = self.region if self.zone is None else f"{self.region}/{self.zone}"
-        return f"{self.provider}/{place}/{self.instance_type}/{self.market}"
+        return f"{self.place}/{self.instance_type}/{self.market}"
+
+    @property
+    def place(self) -> str:
+        """Where its machines stand, as the ends of a `ZoneLink` say it: provider/region[/zone]."""
+        region = f"{self.provider}/{self.region}"
+        return region if self.zone is None else f"{region}/{self.zone}"
 
     @property
     def billed_usd_per_hour(self) -> float:
@@ -64,10 +70,41 @@ class Pool(Frozen):
 
 
 class ZoneLink(Frozen):
-    """The link between two places (regions or zones); pipelines stay in one region where none is given."""
+    """The network between two places, and its price.
+
+    Between regions: a pipeline may cross there, and crosses regions nowhere else. Between zones of one region, where
+    pipelines stand across zones anyway: what their sends pass besides the machines' own network.
+
+    Attributes
+    ----------
+    ends : (str, str)
+        Places as the names of offers begin: ``provider/region`` for all of a region, such as ``aws/us-west-2``, or
+        ``provider/region/zone``. Where several links join two machines, the one that names more zones counts.
+    link : Link
+        From machine to machine: its latency holds what a message takes at both ends.
+    egress_usd_per_gb : float
+        Price of a GB (10**9 bytes) sent between the ends, either way.
+    """
 
     ends: tuple[str, str]
     link: Link
+    egress_usd_per_gb: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        one, other = self.ends
+        if _holds(one, other) or _holds(other, one):
+            raise ValueError(f"a zone link joins two places that lie apart, not {one!r} and {other!r}")
+        return self
+
+    def joins(self, one: str, other: str) -> bool:
+        """Whether machines in these places are at its two ends."""
+        (a, b) = self.ends
+        return (_holds(a, one) and _holds(b, other)) or (_holds(a, other) and _holds(b, one))
+
+
+def _holds(end: str, place: str) -> bool:
+    return place == end or place.startswith(f"{end}/")
 
 
 class Cluster(Frozen):
@@ -89,11 +126,63 @@ class Cluster(Frozen):
         if len(set(names)) != len(names):
             twice = sorted(n for n in names if names.count(n) > 1)[0]
             raise ValueError(f"offer {twice} is listed twice; add the counts")
+        self._check_zone_links()
         return self
+
+    def _check_zone_links(self) -> None:
+        places = list(dict.fromkeys(pool.offer.place for pool in self.pools))
+        seen: set[frozenset[str]] = set()
+        for link in self.zone_links:
+            for end in link.ends:
+                if not any(_holds(end, place) for place in places):
+                    raise ValueError(
+                        f"a zone link ends in {end!r}, where the cluster has no machine; its places: "
+                        f"{', '.join(places)}"
+                    )
+            if frozenset(link.ends) in seen:
+                raise ValueError(f"the zone link between {' and '.join(link.ends)} is listed twice; keep one")
+            seen.add(frozenset(link.ends))
+        for one, other in combinations(places, 2):
+            nearest = self._nearest_links(one, other)
+            if len(nearest) > 1:
+                said = "; ".join(" and ".join(link.ends) for link in nearest)
+                raise ValueError(
+                    f"{one} and {other} are joined by several zone links ({said}); add one that names both"
+                )
 
     def instance_type(self, name: str) -> InstanceType:
         """The instance type of that name."""
         return next(t for t in self.instance_types if t.name == name)
+
+    def _nearest_links(self, one: str, other: str) -> list[ZoneLink]:
+        """Of the links that join two places, those that name most of them whole."""
+        joining = [link for link in self.zone_links if link.joins(one, other)]
+        named = [len({one, other} & set(link.ends)) for link in joining]
+        return [link for link, many in zip(joining, named, strict=True) if many == max(named)]
+
+    def zone_link(self, one: str, other: str) -> ZoneLink | None:
+        """The link between machines in two places, by `Offer.place`; None where only their own networks are between."""
+        # Asked for every send: in one place nothing is between.
+        if one == other or not self.zone_links:
+            return None
+        return next(iter(self._nearest_links(one, other)), None)
+
+    def may_follow(self, one: Offer, other: Offer) -> bool:
+        """Whether a pipeline's next machine may be the other: in its region, or where a zone link leads."""
+        region = (one.provider, one.region) == (other.provider, other.region)
+        return region or self.zone_link(one.place, other.place) is not None
+
+    def pool_groups(self) -> list[list[int]]:
+        """Pools whose machines may stand in one pipeline, each in one group: regions, those that links join together.
+
+        Within a group of several regions not every machine may follow every other: see `may_follow`.
+        """
+        groups: list[list[int]] = []
+        for index, pool in enumerate(self.pools):
+            joined = [g for g in groups if any(self.may_follow(self.pools[i].offer, pool.offer) for i in g)]
+            apart = [g for g in groups if g not in joined]
+            groups = [*apart, sorted([*(i for g in joined for i in g), index])]
+        return sorted(groups)
 
     @property
     def gpu_count(self) -> int:

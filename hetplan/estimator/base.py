@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.catalog.model import ModelSpec
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.identity import Same
@@ -104,8 +104,16 @@ class Estimator(Protocol):
         input_tokens: float,
         output_tokens: float,
         phase: Phase,
+        between: Link | None = None,
     ) -> FloatArray:
-        """(B,) seconds that a phase spends sending activations to the next stage."""
+        """(B,) seconds that a phase spends sending activations to the next stage.
+
+        ``between``: what the send passes besides both machines' networks, where a zone link is on its way.
+        """
+        ...
+
+    def sent_bytes(self, model: ModelSpec, *, input_tokens: float, output_tokens: float) -> float:
+        """Bytes that one request, both its phases, sends from a stage to the next."""
         ...
 
     def decode_steps(self, output_tokens: float) -> float:

@@ -10,7 +10,7 @@ Where it departs from Table 2 and eqs. 1-6 of ShuntServe:
 - linear attention and Mamba-2 read and write a state of constant size in decode, and scan chunks in prefill;
 - a layer without attention, or without MLP, pays for what it has;
 - the LM head runs on the last token of each sequence, on the last stage; embedding and head weigh where they live;
-- a send takes the slower of both network cards;
+- a send takes the slower of both network cards, and of the zone link between them where there is one;
 - norms, rotary, activation functions, KV writes and the engine's own work cost time;
 - the first token comes from prefill, so S_out tokens take S_out - 1 decode steps;
 - D_PP micro-batches are in flight, so that each stage works on a D_PP-th of the sequences.
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hetplan.catalog.dtypes import dtype_bytes
-from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.catalog.model import Attention, LayerKind, ModelSpec
 from hetplan.estimator.attention import decode_attention_seconds, prefill_attention_seconds
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array
@@ -239,18 +239,28 @@ class CalibratedEstimator(LayerwiseEstimator):
         input_tokens: float,
         output_tokens: float,
         phase: Phase,
+        between: Link | None = None,
     ) -> FloatArray:
-        """The hidden states of a micro-batch over the slower of both ends' links, at each step."""
+        """The hidden states of a micro-batch over the slowest link on the way, at each step."""
         work, steps = self._phase_work(batch_array(batch), input_tokens, output_tokens, phase)
-        return steps * self.send_step_s(model, sender, receiver, work, same_node=same_node)
+        return steps * self.send_step_s(model, sender, receiver, work, same_node=same_node, between=between)
 
     def send_step_s(
-        self, model: ModelSpec, sender: InstanceType, receiver: InstanceType, work: StepWork, *, same_node: bool
+        self,
+        model: ModelSpec,
+        sender: InstanceType,
+        receiver: InstanceType,
+        work: StepWork,
+        *,
+        same_node: bool,
+        between: Link | None = None,
     ) -> FloatArray:
         """(N,) seconds of sending a step's hidden states to the next stage."""
-        link = boundary_link(sender, receiver, same_node=same_node)
-        row = model.hidden_size * model.residual_streams * dtype_bytes(model.base_dtype)
-        return send_s(work.tokens * row, link)
+        link = boundary_link(sender, receiver, same_node=same_node, between=between)
+        return send_s(work.tokens * _row_bytes(model), link)
+
+    def sent_bytes(self, model: ModelSpec, *, input_tokens: float, output_tokens: float) -> float:
+        return (input_tokens + self.decode_steps(output_tokens)) * _row_bytes(model)
 
     def step_seconds(
         self,
@@ -390,6 +400,11 @@ def _activation_width(layer: LayerKind, degree: int) -> int:
         for matrix in layer.linears
         if matrix.fused is not None and matrix.fused.endswith("gate_up")
     )
+
+
+def _row_bytes(model: ModelSpec) -> float:
+    """Bytes of a token's hidden states between two layers."""
+    return model.hidden_size * model.residual_streams * dtype_bytes(model.base_dtype)
 
 
 def _mixed_bytes(model: ModelSpec, layer: LayerKind, degree: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,11 +108,21 @@ def group_link(instance_type: InstanceType, tensor_parallel: int, calibration: C
     return all_reduce_for(instance_type, tensor_parallel, calibration).link
 
 
-def boundary_link(sender: InstanceType, receiver: InstanceType, *, same_node: bool) -> Link:
-    """The link that a stage boundary crosses: inside the node, or the slower of the two network cards."""
+def boundary_link(
+    sender: InstanceType, receiver: InstanceType, *, same_node: bool, between: Link | None = None
+) -> Link:
+    """The link that a stage boundary crosses: inside the node, or the slowest on the way between two network cards.
+
+    Latencies do not add up: that of ``between``, a `ZoneLink`'s, is from machine to machine, the cards included.
+    """
     if same_node:
         return sender.pair_link
-    ends = (sender.inter_node_link, receiver.inter_node_link)
+    return slowest_link([sender.inter_node_link, receiver.inter_node_link], between)
+
+
+def slowest_link(ends: Sequence[Link], between: Link | None) -> Link:
+    """What a send gets of the links on its way, of which there may be none ``between`` the ends."""
+    ends = [*ends, *([] if between is None else [between])]
     return Link(
         latency_s=max(end.latency_s for end in ends),
         bytes_per_s=min(end.bytes_per_s for end in ends),

@@ -4,7 +4,7 @@
 |---|---|
 | FLOPS, Mem. BW. | calibration's compute_flops and memory_bytes_per_s |
 | alpha_intra, beta_intra | the link of the whole node's group, one for every degree |
-| alpha_inter, beta_inter | the sender's network card |
+| alpha_inter, beta_inter | the sender's network card, or a slower zone link on the way |
 | M_i | memory of the stage's GPUs, all of it |
 | M_activation | the largest activation tensor of a forward pass over the batch's prompts |
 
@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hetplan.catalog.dtypes import dtype_bytes
-from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.catalog.model import ModelSpec
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array, sum_over_layers
-from hetplan.estimator.communication import all_reduce_s, group_link, send_s
+from hetplan.estimator.communication import all_reduce_s, group_link, send_s, slowest_link
 from hetplan.estimator.operations import FeedForward, Work, decode_work, feed_forwards, logits_work, prefill_work
 from hetplan.estimator.rates import compute_rate
 from hetplan.plan import Stage, StageMemory
@@ -121,13 +121,17 @@ class PaperEstimator(LayerwiseEstimator):
         input_tokens: float,
         output_tokens: float,
         phase: Phase,
+        between: Link | None = None,
     ) -> FloatArray:
         """Eq. 3 over the sender's network card; decode pays it at each of the S_out steps."""
         sequences = batch_array(batch)
-        link = sender.pair_link if same_node else sender.inter_node_link
+        link = sender.pair_link if same_node else slowest_link([sender.inter_node_link], between)
         tokens, steps = (input_tokens, 1.0) if phase == "prefill" else (1.0, output_tokens)
         message = sequences * tokens * model.hidden_size * dtype_bytes(model.base_dtype)
         return np.asarray(steps * send_s(message, link))
+
+    def sent_bytes(self, model: ModelSpec, *, input_tokens: float, output_tokens: float) -> float:
+        return (input_tokens + output_tokens) * model.hidden_size * dtype_bytes(model.base_dtype)
 
     def step_seconds(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,16 +15,21 @@ from hetplan.estimator.bands import Quality, band_around, describe_source, quali
 from hetplan.estimator.base import PHASES, Estimator, FloatArray, batch_array
 from hetplan.plan import PipelinePredictions, Prediction, StageMemory
 from hetplan.problem.placement import PlacementProblem
+from hetplan.units import GB, SECONDS_PER_HOUR
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """A stage before its memory and times are known. ``node`` numbers the machines of the pipeline."""
+    """A stage before its memory and times are known. ``node`` numbers the machines of the pipeline.
+
+    ``place``: where its machine stands, by `Offer.place`; in a pipeline of one place it may be left out.
+    """
 
     layers: tuple[int, int]
     machine: InstanceType
     tensor_parallel: int
     node: int
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,7 @@ def pipeline_times(
             )[0]
             if number < last:
                 following = stages[number + 1]
+                crossed = problem.cluster.zone_link(stage.place, following.place)
                 row = row + estimator.boundary_seconds(
                     model,
                     stage.machine,
@@ -150,6 +158,7 @@ def pipeline_times(
                     input_tokens=tokens[phase],
                     output_tokens=work.mean_output_tokens,
                     phase=phase,
+                    between=None if crossed is None else crossed.link,
                 )
             rows.append(row)
         seconds[phase] = np.stack(rows)
@@ -183,6 +192,21 @@ def pipeline_rates(
         # The first token is the last.
         ttft, tpot = latency, np.zeros_like(latency)
     return PipelineRates(requests_per_s=sequences / slowest, ttft_s=ttft, tpot_s=tpot, latency_s=latency)
+
+
+def egress_usd_per_hour(
+    problem: PlacementProblem, estimator: Estimator, stages: Sequence[StageShape], requests_per_s: float
+) -> float:
+    """What a pipeline pays for what it sends over zone links, at a rate of requests."""
+    links = [problem.cluster.zone_link(one.place, other.place) for one, other in pairwise(stages)]
+    usd_per_gb = math.fsum(link.egress_usd_per_gb for link in links if link is not None)
+    if usd_per_gb == 0:
+        return 0.0
+    work = problem.workload
+    each = estimator.sent_bytes(
+        problem.model, input_tokens=work.mean_prefill_tokens, output_tokens=work.mean_output_tokens
+    )
+    return usd_per_gb * each / GB * requests_per_s * SECONDS_PER_HOUR
 
 
 def predictions_at(

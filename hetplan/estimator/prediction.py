@@ -14,6 +14,7 @@ from hetplan.estimator.bands import band_around
 from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.estimator.pipeline import (
     StageShape,
+    egress_usd_per_hour,
     micro_batch,
     predictions_at,
     sequence_bytes,
@@ -157,6 +158,7 @@ def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
     estimator = make_estimator(problem)
     predicted: list[PipelinePredictions] = []
     rate = tokens = 0.0
+    cost = plan.cost_usd_per_hour - plan.egress_usd_per_hour
     for deployment in plan.deployments:
         for pipeline in deployment.pipelines:
             stages = shapes_of(problem, pipeline)
@@ -173,7 +175,7 @@ def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
             predicted.append(here)
             rate += pipeline.count * here.requests_per_s.value
             tokens += pipeline.count * here.output_tokens_per_s.value
-    cost = plan.cost_usd_per_hour
+            cost += pipeline.count * egress_usd_per_hour(problem, estimator, stages, here.requests_per_s.value)
     return PlanEstimate(
         requests_per_s=rate,
         output_tokens_per_s=tokens,
@@ -185,7 +187,14 @@ def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
 
 def shapes_of(problem: PlacementProblem, pipeline: Pipeline) -> list[StageShape]:
     """The stages of a plan's pipeline as the estimator takes them."""
+    places = {pool.offer.name: pool.offer.place for pool in problem.cluster.pools}
     return [
-        StageShape(s.layers, problem.cluster.instance_type(s.instance_type), s.tensor_parallel, s.node)
+        StageShape(
+            s.layers,
+            problem.cluster.instance_type(s.instance_type),
+            s.tensor_parallel,
+            s.node,
+            places[pipeline.nodes[s.node]],
+        )
         for s in pipeline.stages
     ]

@@ -147,7 +147,11 @@ def _through(
         if number + 1 < len(stages):
             following = stages[number + 1]
             same = stage.node == following.node
-            row = row + estimator.send_step_s(problem.model, stage.machine, following.machine, work, same_node=same)
+            crossed = problem.cluster.zone_link(stage.place, following.place)
+            between = None if crossed is None else crossed.link
+            row = row + estimator.send_step_s(
+                problem.model, stage.machine, following.machine, work, same_node=same, between=between
+            )
         rows.append(row)
     return np.stack(rows)
 

@@ -22,11 +22,15 @@ from hetplan.problem.placement import PlacementProblem
 
 @dataclass(frozen=True, slots=True)
 class PipelineChoice:
-    """A pipeline that a solver chose: its stages, the offer of each of its machines, and its micro-batch."""
+    """A pipeline that a solver chose: its stages, the offer of each of its machines, and its micro-batch.
+
+    ``egress_usd_per_hour``: what it sends over zone links costs, at its rate.
+    """
 
     stages: tuple[StageShape, ...]
     offers: tuple[str, ...]
     micro_batch: int
+    egress_usd_per_hour: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ def build_plan(problem: PlacementProblem, solution: Solution, *, solver: str, se
         routes=tuple(Route(query_type=q.name, deployment=0, fraction=1.0) for q in problem.workload.query_types),
         requests_per_s=rate,
         cost_usd_per_hour=cost,
+        egress_usd_per_hour=sum(choice.egress_usd_per_hour for choice in solution.pipelines),
         usd_per_million_output_tokens=cost / SECONDS_PER_HOUR / tokens * 1e6,
         status="optimal" if gap is not None and gap <= OPTIMALITY_GAP else "feasible",
         objective_name=problem.objective,
@@ -78,6 +79,7 @@ def _pipeline(problem: PlacementProblem, estimator: Estimator, choice: PipelineC
         max_model_len=problem.longest_request_tokens,
         predictions=predictions_at(problem, estimator, choice.stages, choice.micro_batch),
         cost_usd_per_hour=cost_of(problem, [choice]),
+        egress_usd_per_hour=choice.egress_usd_per_hour,
     )
 
 

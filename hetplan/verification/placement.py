@@ -22,12 +22,12 @@ from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
 from hetplan.catalog.engines import LIMITS, LimitName
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
-from hetplan.catalog.offers import Pool
+from hetplan.catalog.offers import Offer, Pool, ZoneLink
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.base import Estimator, Phase, make_estimator
 from hetplan.plan import OPTIMALITY_GAP, Certificate, Pipeline, Plan, Prediction, Stage
 from hetplan.problem.placement import PlacementProblem
-from hetplan.units import BITS_PER_BYTE, SECONDS_PER_HOUR
+from hetplan.units import BITS_PER_BYTE, GB, SECONDS_PER_HOUR
 from hetplan.verification.certificate import Proven, allowed_degrees, layer_rate_bound
 
 # Sums of the same numbers in another order differ by less than this.
@@ -62,7 +62,7 @@ MEANINGS: dict[str, str] = {
     "offer_unknown": "{value} is not offered; the cluster offers {limit}",
     "offer_of_other_type": "runs on a {value}; the node's offer is for a {limit}",
     "node_visited_twice": "its stages are {value} of the pipeline; a node's stages follow one another: {limit}",
-    "regions_mixed": "its neighbour is in {limit}, it is in {value}; a pipeline stays in one region",
+    "regions_mixed": "its neighbour is in {limit}, it is in {value}; a pipeline crosses regions by zone links alone",
     "engine_limit_broken": "{value}; the engine asks that {limit}",
     "inventory_exceeded": "the plan uses {value} machines; the cluster has {limit}",
     "weights_do_not_fit": "weights, activations and the engine take {value} bytes a GPU; usable are {limit}",
@@ -79,9 +79,11 @@ MEANINGS: dict[str, str] = {
     "prediction_differs": "states {value}; recomputed: {limit}",
     "band_excludes_value": "predicts {value} outside its own band {limit}",
     "slo_broken": "{value} s; the hard limit is {limit} s",
-    "pipeline_cost_differs": "states {value} $/h; its machines cost {limit}",
+    "pipeline_cost_differs": "states {value} $/h; its machines and its egress cost {limit}",
+    "pipeline_egress_differs": "states {value} $/h of egress; what it sends over zone links costs {limit}",
     "plan_rate_differs": "states {value} req/s; its pipelines add up to {limit}",
-    "plan_cost_differs": "states {value} $/h; its machines cost {limit}",
+    "plan_cost_differs": "states {value} $/h; its machines and its egress cost {limit}",
+    "plan_egress_differs": "states {value} $/h of egress; what its pipelines send over zone links costs {limit}",
     "token_price_differs": "states {value} $ per million output tokens; recomputed: {limit}",
     "demand_not_met": "serves {value} req/s; the workload brings {limit}",
     "route_fractions": "the fractions of its routes sum to {value}; they must sum to {limit}",
@@ -380,16 +382,37 @@ def _check_order(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Viol
             yield _found("node_visited_twice", f"{where}.nodes[{node}]", stages, consecutive)
 
 
+def _offers(scene: _Scene, pipeline: Pipeline) -> list[Offer | None]:
+    """The offer of each stage's machine, where the plan names one."""
+    names = [pipeline.nodes[s.node] if 0 <= s.node < len(pipeline.nodes) else "" for s in pipeline.stages]
+    return [scene.pools[name].offer if name in scene.pools else None for name in names]
+
+
+def _crossed(scene: _Scene, one: Offer | None, other: Offer | None) -> ZoneLink | None:
+    """The zone link that a send between two machines takes; the one that names more of their zones."""
+    if one is None or other is None or one.place == other.place:
+        return None
+
+    def ends(offer: Offer) -> dict[str, int]:
+        region = f"{offer.provider}/{offer.region}"
+        return {region: 0 if offer.zone else 1} | ({f"{region}/{offer.zone}": 1} if offer.zone else {})
+
+    mine, theirs = ends(one), ends(other)
+    best, most = None, -1
+    for link in scene.problem.cluster.zone_links:
+        for a, b in (link.ends, link.ends[::-1]):
+            if a in mine and b in theirs and mine[a] + theirs[b] > most:
+                best, most = link, mine[a] + theirs[b]
+    return best
+
+
 def _check_regions(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
-    places = [
-        f"{scene.pools[name].offer.provider}/{scene.pools[name].offer.region}" if name in scene.pools else None
-        for name in (
-            pipeline.nodes[stage.node] if 0 <= stage.node < len(pipeline.nodes) else "" for stage in pipeline.stages
-        )
-    ]
-    for s, (one, other) in enumerate(pairwise(places), start=1):
-        if one is not None and other is not None and one != other:
-            yield _found("regions_mixed", f"{where}.stages[{s}]", other, one)
+    for s, (one, other) in enumerate(pairwise(_offers(scene, pipeline)), start=1):
+        if one is None or other is None or _crossed(scene, one, other) is not None:
+            continue
+        if (one.provider, one.region) != (other.provider, other.region):
+            places = (f"{offer.provider}/{offer.region}" for offer in (other, one))
+            yield _found("regions_mixed", f"{where}.stages[{s}]", *places)
 
 
 def _check_groups(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
@@ -591,6 +614,7 @@ def _figures(scene: _Scene, pipeline: Pipeline) -> _Figures:
 def _phase_seconds(scene: _Scene, pipeline: Pipeline, phase: Phase, batch: float, input_tokens: float) -> list[float]:
     """Seconds of a phase in each stage, its send to the next stage included."""
     output_tokens, final = scene.problem.workload.mean_output_tokens, len(pipeline.stages) - 1
+    offers = _offers(scene, pipeline)
     seconds = []
     for s, stage in enumerate(pipeline.stages):
         machine = scene.machines[stage.instance_type]
@@ -607,7 +631,7 @@ def _phase_seconds(scene: _Scene, pipeline: Pipeline, phase: Phase, batch: float
             phase=phase,
         ).item()
         if s < final:
-            following = pipeline.stages[s + 1]
+            following, crossed = pipeline.stages[s + 1], _crossed(scene, offers[s], offers[s + 1])
             spent += scene.estimator.boundary_seconds(
                 scene.model,
                 machine,
@@ -617,6 +641,7 @@ def _phase_seconds(scene: _Scene, pipeline: Pipeline, phase: Phase, batch: float
                 input_tokens=input_tokens,
                 output_tokens=output_tokens,
                 phase=phase,
+                between=None if crossed is None else crossed.link,
             ).item()
         seconds.append(spent)
     return seconds
@@ -647,14 +672,37 @@ def _check_predictions(scene: _Scene, where: str, pipeline: Pipeline) -> Iterato
             yield _found("slo_broken", f"{where}.{name}", figures.limited()[name], limit)
 
 
-def _copy_cost(scene: _Scene, pipeline: Pipeline) -> float:
-    """$/h of the machines of one copy."""
-    return math.fsum(scene.pools[name].offer.price_usd_per_hour or 0.0 for name in pipeline.nodes)
+def _egress_usd_per_gb(scene: _Scene, pipeline: Pipeline) -> float:
+    """Of all zone links that a request crosses together."""
+    links = [_crossed(scene, one, other) for one, other in pairwise(_offers(scene, pipeline))]
+    return math.fsum(link.egress_usd_per_gb for link in links if link is not None)
+
+
+def _egress(scene: _Scene, where: str, pipeline: Pipeline) -> float:
+    """$/h of what one copy sends over zone links at its rate."""
+    usd_per_gb = _egress_usd_per_gb(scene, pipeline)
+    if usd_per_gb == 0:
+        return 0.0
+    work = scene.problem.workload
+    each = scene.estimator.sent_bytes(
+        scene.model, input_tokens=work.mean_prefill_tokens, output_tokens=work.mean_output_tokens
+    )
+    sent_gb = each * scene.figures(where, pipeline).requests_per_s * SECONDS_PER_HOUR / GB
+    return usd_per_gb * sent_gb
+
+
+def _copy_cost(scene: _Scene, where: str, pipeline: Pipeline) -> float:
+    """$/h of one copy: its machines and its egress."""
+    machines = math.fsum(scene.pools[name].offer.price_usd_per_hour or 0.0 for name in pipeline.nodes)
+    return machines + _egress(scene, where, pipeline)
 
 
 def _check_cost(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
-    if all(name in scene.pools for name in pipeline.nodes):
-        cost = _copy_cost(scene, pipeline)
+    known = all(name in scene.pools for name in pipeline.nodes)
+    if known and (scene.computable(pipeline) or _egress_usd_per_gb(scene, pipeline) == 0):
+        egress, cost = _egress(scene, where, pipeline), _copy_cost(scene, where, pipeline)
+        if not _close(pipeline.egress_usd_per_hour, egress):
+            yield _found("pipeline_egress_differs", where, pipeline.egress_usd_per_hour, egress)
         if not _close(pipeline.cost_usd_per_hour, cost):
             yield _found("pipeline_cost_differs", where, pipeline.cost_usd_per_hour, cost)
 
@@ -700,12 +748,15 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
     if not all(scene.computable(p) and all(name in scene.pools for name in p.nodes) for p in pipelines):
         return
     figures = [scene.figures(where, pipeline) for where, pipeline in scene.pipelines()]
-    cost = math.fsum(p.count * _copy_cost(scene, p) for p in pipelines)
+    cost = math.fsum(p.count * _copy_cost(scene, where, p) for where, p in scene.pipelines())
+    egress = math.fsum(p.count * _egress(scene, where, p) for where, p in scene.pipelines())
     rate = math.fsum(p.count * f.requests_per_s for p, f in zip(pipelines, figures, strict=True))
     if not _close(plan.requests_per_s, rate):
         yield _found("plan_rate_differs", "requests_per_s", plan.requests_per_s, rate)
     if not _close(plan.cost_usd_per_hour, cost):
         yield _found("plan_cost_differs", "cost_usd_per_hour", plan.cost_usd_per_hour, cost)
+    if not _close(plan.egress_usd_per_hour, egress):
+        yield _found("plan_egress_differs", "egress_usd_per_hour", plan.egress_usd_per_hour, egress)
     tokens_per_hour = rate * problem.workload.mean_output_tokens * SECONDS_PER_HOUR
     price, stated = cost / tokens_per_hour * 1e6, plan.usd_per_million_output_tokens
     if not _close(stated, price):

@@ -1,4 +1,7 @@
-"""Tables of what stages take, asked of the estimator: one space of pipelines for each region and engine setting."""
+"""Tables of what stages take, asked of the estimator.
+
+One space of pipelines for each engine setting and each region, or regions that zone links join.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.offers import Cluster
 from hetplan.estimator.base import PHASES, Estimator, Phase
 from hetplan.plan import StageMemory
 from hetplan.problem.placement import PlacementProblem
@@ -61,9 +65,10 @@ def settings(problem: PlacementProblem) -> Iterator[Setting]:
     pools, machines = problem.cluster.pools, {t.name: t for t in problem.cluster.instance_types}
     types = [machines[pool.offer.instance_type] for pool in pools]
     places: dict[tuple[str, ...], list[int]] = {}
+    region_of = _joined_regions(problem.cluster)
     limits = () if problem.engine is None else problem.engine.limits
     for number, (pool, machine) in enumerate(zip(pools, types, strict=True)):
-        place: tuple[str, ...] = (pool.offer.provider, pool.offer.region)
+        place: tuple[str, ...] = (region_of[pool.offer.provider, pool.offer.region],)
         if "one-dtype" in limits and problem.estimator != "paper":
             place += (machine.gpu.runs_as(problem.model.compute_dtype),)
         places.setdefault(place, []).append(number)
@@ -90,8 +95,28 @@ def settings(problem: PlacementProblem) -> Iterator[Setting]:
                     )
 
 
+def _joined_regions(cluster: Cluster) -> dict[tuple[str, str], str]:
+    """A name for each region (provider, region), the same for those that zone links join, one after another."""
+    name = {(p.offer.provider, p.offer.region): f"{p.offer.provider}/{p.offer.region}" for p in cluster.pools}
+    for link in cluster.zone_links:
+        # An end is a region, or a zone of one.
+        ends = {name[r] for r in name for end in link.ends if f"{end}/".startswith(f"{r[0]}/{r[1]}/")}
+        name = {region: min(ends) if known in ends else known for region, known in name.items()}
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Machines that are alike to those that send to them: of a type, and in a place where zone links make it matter."""
+
+    name: str
+    place: str
+    machine: InstanceType = field(compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
+    kind: int
     machine: InstanceType
     degree: int
 
@@ -103,7 +128,7 @@ class StageTimes:
     problem: PlacementProblem
     estimator: Estimator
     _options: dict[tuple[str, int], _OptionTimes] = field(default_factory=dict)
-    _sends: dict[tuple[str, str, bool], FloatArray] = field(default_factory=dict)
+    _sends: dict[tuple[_Kind, _Kind, bool], FloatArray] = field(default_factory=dict)
     _trees: dict[tuple[str, int, bytes], FloatArray] = field(default_factory=dict)
 
     @cached_property
@@ -230,28 +255,26 @@ class StageTimes:
             ),
         )
 
-    def outside(self, machine: InstanceType, receivers: Sequence[InstanceType]) -> FloatArray:
+    def outside(self, sender: _Kind, receivers: Sequence[_Kind]) -> FloatArray:
         """(2, B) seconds of a micro-batch's sends to the best of ``receivers`` on another node."""
-        sends = [self.send(machine, receiver, same_node=False) for receiver in receivers]
+        sends = [self.send(sender, receiver, same_node=False) for receiver in receivers]
         return np.min(sends, axis=0) if sends else np.full((2, self.most_batch), np.inf)
 
-    def beyond_best(
-        self, machine: InstanceType, receivers: Sequence[InstanceType], receiver: InstanceType
-    ) -> FloatArray:
+    def beyond_best(self, sender: _Kind, receivers: Sequence[_Kind], receiver: _Kind) -> FloatArray:
         """(2, V) seconds per request that a send to a receiver takes beyond the best; infinite if it is none."""
-        if receiver not in receivers:
+        send = self.send(sender, receiver, same_node=False)
+        if receiver not in receivers or not np.isfinite(send).all():
             return np.full((2, 2 * self.leaves), np.inf)
-        beyond = self.send(machine, receiver, same_node=False) - self.outside(machine, receivers)
-        return self.minima(beyond / self.batches)
+        return self.minima((send - self.outside(sender, receivers)) / self.batches)
 
-    def tree(self, machine: InstanceType, degree: int, receivers: Sequence[InstanceType]) -> FloatArray:
+    def tree(self, sender: _Kind, degree: int, receivers: Sequence[_Kind]) -> FloatArray:
         """(2, K + R, V): an option's least times when its node sends to the best of ``receivers``."""
-        outside = self.outside(machine, receivers)
+        outside, machine = self.outside(sender, receivers), sender.machine
         key = (machine.name, degree, outside.tobytes())
         if key not in self._trees:
             inside = np.full((2, self.most_batch), np.inf)
             if machine.gpu_count > 1:
-                inside = self.send(machine, machine, same_node=True)
+                inside = self.send(sender, sender, same_node=True)
             asked = self.option(machine, degree)
             base_s = asked.base_s[:, _END_OF_ROLE]
             for role, send in (
@@ -279,22 +302,34 @@ class StageTimes:
             tree[..., size : 2 * size] = np.minimum(pairs[..., 0::2], pairs[..., 1::2])
         return tree
 
-    def send(self, sender: InstanceType, receiver: InstanceType, *, same_node: bool) -> FloatArray:
-        """(2, B) seconds of a micro-batch's sends in each phase."""
-        key = (sender.name, receiver.name, same_node)
+    @cached_property
+    def _region_of(self) -> dict[str, tuple[str, str]]:
+        """The region of each place."""
+        return {p.offer.place: (p.offer.provider, p.offer.region) for p in self.problem.cluster.pools}
+
+    def send(self, sender: _Kind, receiver: _Kind, *, same_node: bool) -> FloatArray:
+        """(2, B) seconds of a micro-batch's sends in each phase; infinite where a pipeline may not go."""
+        key = (sender, receiver, same_node)
         if key not in self._sends:
-            work = self.problem.workload
+            work, cluster = self.problem.workload, self.problem.cluster
+            crossed = cluster.zone_link(sender.place, receiver.place)
+            if cluster.zone_links and crossed is None:
+                regions = self._region_of[sender.place], self._region_of[receiver.place]
+                if regions[0] != regions[1]:
+                    self._sends[key] = np.full((2, self.most_batch), np.inf)
+                    return self._sends[key]
             self._sends[key] = np.stack(
                 [
                     self.estimator.boundary_seconds(
                         self.problem.model,
-                        sender,
-                        receiver,
+                        sender.machine,
+                        receiver.machine,
                         same_node=same_node,
                         batch=self.batches,
                         input_tokens=work.mean_prefill_tokens if phase == "prefill" else work.mean_input_tokens,
                         output_tokens=work.mean_output_tokens,
                         phase=phase,
+                        between=None if crossed is None else crossed.link,
                     )
                     for phase in PHASES
                 ]
@@ -324,47 +359,49 @@ class Space:
         problem = times.problem
         machines = {t.name: t for t in problem.cluster.instance_types}
         self.pool_machine = {n: machines[problem.cluster.pools[n].offer.instance_type] for n in setting.pools}
-        self._known: dict[tuple[tuple[str, bool], ...], Tables] = {}
+        pools, linked = problem.cluster.pools, bool(problem.cluster.zone_links)
+        self.pool_kind = {
+            n: _Kind(machine.name, pools[n].offer.place if linked else "", machine)
+            for n, machine in self.pool_machine.items()
+        }
+        self._known: dict[tuple[tuple[_Kind, bool], ...], Tables] = {}
 
     def tables(self, counts: Mapping[int, int]) -> tuple[Tables, IntArray]:
-        """Tables of the machine types among ``counts`` (pool to machines), and the type of each of its pools."""
-        by_type: dict[str, int] = {}
+        """Tables of the kinds of machines among ``counts`` (pool to machines), and the kind of each of its pools."""
+        by_kind: dict[_Kind, int] = {}
         for pool, count in counts.items():
-            name = self.pool_machine[pool].name
-            by_type[name] = by_type.get(name, 0) + count
-        names = sorted(by_type)
-        key = tuple((name, by_type[name] > 1) for name in names)
+            kind = self.pool_kind[pool]
+            by_kind[kind] = by_kind.get(kind, 0) + count
+        kinds = sorted(by_kind, key=lambda kind: (kind.name, kind.place))
+        key = tuple((kind, by_kind[kind] > 1) for kind in kinds)
         if key not in self._known:
             if len(self._known) >= _MOST_TABLES:
                 self._known.clear()
             self._known[key] = self._build(key)
-        return self._known[key], np.array([names.index(self.pool_machine[pool].name) for pool in counts])
+        return self._known[key], np.array([kinds.index(self.pool_kind[pool]) for pool in counts])
 
-    def _build(self, types: tuple[tuple[str, bool], ...]) -> Tables:
+    def _build(self, types: tuple[tuple[_Kind, bool], ...]) -> Tables:
         times, problem, setting = self.times, self.times.problem, self.setting
-        machines = {t.name: t for t in problem.cluster.instance_types}
+        kinds = [kind for kind, _ in types]
         options = [
-            _Option(machines[name], degree)
-            for name, _ in types
-            for degree in covered_degrees(problem.model, machines[name])
+            _Option(number, kind.machine, degree)
+            for number, kind in enumerate(kinds)
+            for degree in covered_degrees(problem.model, kind.machine)
             if (setting.degrees is None or degree in setting.degrees)
             and (setting.gpus is None or degree <= setting.gpus)
         ]
         asked = [times.option(option.machine, option.degree) for option in options]
-        names = [name for name, _ in types]
-        several = {name for name, more in types if more}
-        receivers = {name: [machines[other] for other in names if other != name or name in several] for name in names}
-        trees = [times.tree(option.machine, option.degree, receivers[option.machine.name]) for option in options]
+        receivers = [[other for other, more in types if other is not kind or more] for kind in kinds]
+        trees = [times.tree(kinds[option.kind], option.degree, receivers[option.kind]) for option in options]
         seconds = np.stack(trees, axis=1)
         extra_s = np.stack(
             [
-                np.stack(
-                    [times.beyond_best(machines[name], receivers[name], machines[other]) for other in names], axis=1
-                )
-                for name in names
+                np.stack([times.beyond_best(kind, receivers[n], other) for other in kinds], axis=1)
+                for n, kind in enumerate(kinds)
             ],
             axis=1,
         )
+        barred = [not np.isfinite(times.send(a, b, same_node=False)).all() for a in kinds for b in kinds]
         layers_before = self._layers_before()
         slo, steps = problem.slo, times.estimator.decode_steps(problem.workload.mean_output_tokens)
         limits = np.full(3, np.inf)
@@ -380,21 +417,21 @@ class Space:
             seconds=seconds,
             bytes=np.stack([np.concatenate([entry.layer_bytes, entry.room_bytes], axis=1) for entry in asked], axis=1),
             extra_s=extra_s,
-            options=np.array([(names.index(option.machine.name), option.degree) for option in options]),
+            options=np.array([(option.kind, option.degree) for option in options]),
             types=np.array(
                 [
                     (
-                        min(machines[name].gpu_count, setting.gpus or machines[name].gpu_count),
-                        times.estimator.batch_limit(machines[name]),
+                        min(kind.machine.gpu_count, setting.gpus or kind.machine.gpu_count),
+                        times.estimator.batch_limit(kind.machine),
                     )
-                    for name in names
+                    for kind in kinds
                 ]
             ),
             layers_before=layers_before,
             floors_s=floors_s,
             limits_s=limits,
             leaves=times.leaves,
-            ordered=layers_before.shape[1] > 2 or bool(np.any(extra_s[np.isfinite(extra_s)] > 0)),
+            ordered=layers_before.shape[1] > 2 or bool(np.any(extra_s[np.isfinite(extra_s)] > 0)) or any(barred),
             stages_per_machine=setting.stages,
             hard=slo is not None and slo.hard,
             penalty=float(problem.latency_penalty),
@@ -425,9 +462,10 @@ class Space:
         single = tables.seconds[..., tables.leaves : tables.leaves + self.times.most_batch]
         whole_s = np.einsum("pokb,k->pob", single[:, :, :kinds], tables.layers_before[-1, :-1].astype(np.float64))
         ends, bases_s = _largest_finite(whole_s), _largest_finite(single[:, :, kinds:])
+        extra_s = _largest_finite(tables.extra_s[..., tables.leaves : tables.leaves + self.times.most_batch])
         box = np.zeros(BOX_COLUMNS)
         box[:] = (1, 1, self.times.most_batch, 1, min(layers, gpus), 0.0, 0.0, 0.0, 0.0, math.inf)
-        box[6], box[8] = ((ends[p] + bases_s[p]) * (1 + 1e-9) for p in range(2))
+        box[6], box[8] = ((ends[p] + bases_s[p] + extra_s[p]) * (1 + 1e-9) for p in range(2))
         return box
 
 

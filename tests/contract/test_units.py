@@ -16,7 +16,7 @@ from hetplan.base import Frozen
 
 UNITS = (
     "_s", "_bytes", "_bytes_per_s", "_bytes_per_token", "_flops", "_tokens", "_requests_per_s", "_tokens_per_s",
-    "_per_s", "_usd", "_usd_per_hour", "_per_hour", "_bits",
+    "_per_s", "_usd", "_usd_per_hour", "_usd_per_gb", "_per_hour", "_bits",
 )  # fmt: skip
 
 # Names whose unit is the whole name.

@@ -66,6 +66,9 @@ class Table:
     ) -> FloatArray:  # fmt: skip
         return SEND[phase] * batch_array(batch) * (0.1 if same_node else 1.0)
 
+    def sent_bytes(self, model: hp.ModelSpec, *, input_tokens: float, output_tokens: float) -> float:
+        return 1e6 * (input_tokens + output_tokens)
+
     def decode_steps(self, output_tokens: float) -> float:
         return output_tokens - 1
 

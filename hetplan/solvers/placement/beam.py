@@ -253,6 +253,8 @@ def beam_search(
                                 stage_s, prefix, batch, chain[j, 0], 1 if j == 0 else 0, chain[j, 1], chain[j, 2]
                             )
                             send = send_index[option_pool[chain[j, 0]], pool, chain[s, 3]]
+                            if send_s[batch, send, 0] == np.inf:
+                                continue
                             p += send_s[batch, send, 0]
                             d += send_s[batch, send, 1]
                             slow_p = max(slow_p, p, older_p)

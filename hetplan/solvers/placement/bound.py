@@ -152,15 +152,16 @@ def refuse_infeasible(problem: PlacementProblem, estimator: Estimator) -> None:
 
 
 def _refuse_by_memory(problem: PlacementProblem, tables: StageTables) -> None:
-    """A plan needs, in one region, room for all weights and the longest request."""
+    """A plan needs, in one region or in regions that zone links join, room for all weights and the longest request."""
     model = problem.model
     counts = np.asarray(model.kind_counts)
     degrees = np.array([option.degree for option in tables.options])
     # What the ends take of some group: the embedding of one, the head and the sampler of another, or both of one.
     taken = (tables.room_bytes[:, :1] - tables.room_bytes) * degrees[:, np.newaxis]
     ends = float(min(taken[:, FIRST].min() + taken[:, LAST].min(), taken[:, FIRST | LAST].min()))
-    room: dict[tuple[str, str], float] = {}
-    layers: dict[tuple[str, str], int] = {}
+    group_of = {index: number for number, group in enumerate(problem.cluster.pool_groups()) for index in group}
+    room: dict[int, float] = {}
+    layers: dict[int, int] = {}
     # Per GPU of the group times the group: replicated parts make larger groups need more, never less.
     needed_each = (tables.weight_bytes + tables.longest_bytes) * degrees[:, None]
     needed = float((needed_each.min(axis=0) * counts).sum()) + max(ends, 0.0)
@@ -168,7 +169,7 @@ def _refuse_by_memory(problem: PlacementProblem, tables: StageTables) -> None:
         mine = [o for o, option in enumerate(tables.options) if option.pool == index]
         if not mine:
             continue
-        place = (pool.offer.provider, pool.offer.region)
+        place = group_of[index]
         gpus = tables.options[mine[0]].machine.gpu_count
         per_gpu = max(int(tables.room_bytes[o, 0]) for o in mine)
         room[place] = room.get(place, 0.0) + pool.count * gpus * max(per_gpu, 0)
@@ -180,6 +181,8 @@ def _refuse_by_memory(problem: PlacementProblem, tables: StageTables) -> None:
     advice = _advice(problem, needed, most)
     if needed > most:
         short = needed - most
+        if len(room) > 1 and sum(room.values()) >= needed:
+            advice = f"join regions by zone_links, or {advice}"
         raise InfeasibleError(
             f"{model.name} needs {format_bytes(needed)} in {model.weight_dtype} with one request of "
             f"{problem.longest_request_tokens:,} tokens; {where} has {format_bytes(most)} for it. "

@@ -38,12 +38,14 @@ class MachineSet:
 def machine_sets(problem: PlacementProblem) -> list[MachineSet]:
     """Sets of pools that pipelines may be made of.
 
-    One per region; within an engine's limits one per region, number of GPUs per node, degree and number format.
+    One per region, or regions that zone links join; within an engine's limits one per region, number of GPUs per node,
+    degree and number format.
     """
+    group_of = {index: number for number, group in enumerate(problem.cluster.pool_groups()) for index in group}
     sets: dict[tuple[object, ...], MachineSet] = {}
     for index, pool in enumerate(problem.cluster.pools):
         machine = problem.cluster.instance_type(pool.offer.instance_type)
-        region, whole = (pool.offer.provider, pool.offer.region), machine.gpu_count
+        region, whole = (group_of[index],), machine.gpu_count
         valid = machine.valid_tensor_parallel(problem.model)
         ways: list[tuple[tuple[object, ...], int, tuple[int, ...]]] = [(region, whole, tuple(valid))] if valid else []
         if problem.engine is not None:
@@ -105,7 +107,10 @@ class Chains:
         seconds = np.einsum("sbpk,sk->sbp", t.layer_s[rows, :, :, tried], counts)
         seconds += t.end_s[rows, roles[:, np.newaxis], :, tried]
         if stages > 1:
-            seconds[:-1] += t.send_s[self._sends(groups)[:, np.newaxis], :, tried]
+            sends = t.send_s[self._sends(groups)[:, np.newaxis], :, tried]
+            if not np.isfinite(sends).all():
+                return -1.0
+            seconds[:-1] += sends
         values = self._values(tried, seconds)
         best = float(values.max() if self.estimator.micro_batches or self.problem.slo else values[-1])
         return best if best > -math.inf else -1.0
@@ -177,6 +182,7 @@ class Chains:
                 self.tables.options[group.option].machine,
                 self.tables.options[group.option].degree,
                 group.node,
+                self.problem.cluster.pools[self.tables.options[group.option].pool].offer.place,
             )
             for i, group in enumerate(groups)
         )

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetplan.estimator.base import Estimator, FloatArray
-from hetplan.estimator.pipeline import PipelineRates, StageShape, micro_batch, pipeline_rates, sequences_that_fit
+from hetplan.estimator.pipeline import (
+    PipelineRates,
+    StageShape,
+    egress_usd_per_hour,
+    micro_batch,
+    pipeline_rates,
+    sequences_that_fit,
+)
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import PipelineChoice
 
@@ -42,7 +49,8 @@ def choose_batch(
         return None
     largest_only = not estimator.micro_batches and problem.slo is None
     batches = np.arange(most if largest_only else 1, most + 1)
-    values = value_of(problem, pipeline_rates(problem, estimator, stages, batches))
+    rates = pipeline_rates(problem, estimator, stages, batches)
+    values = value_of(problem, rates)
     if estimator.micro_batches:
         best = int(np.argmax(values))
     else:
@@ -50,7 +58,8 @@ def choose_batch(
         best = int(allowed[-1]) if allowed.size else 0
     if values[best] == -math.inf:
         return None
-    return PipelineChoice(stages, offers, int(batches[best])), float(values[best])
+    egress = egress_usd_per_hour(problem, estimator, stages, float(rates.requests_per_s[best]))
+    return PipelineChoice(stages, offers, int(batches[best]), egress), float(values[best])
 
 
 def offer_prices(problem: PlacementProblem) -> dict[str, float]:
@@ -59,9 +68,10 @@ def offer_prices(problem: PlacementProblem) -> dict[str, float]:
 
 
 def cost_of(problem: PlacementProblem, pipelines: Sequence[PipelineChoice]) -> float:
-    """Dollars an hour of the machines of some pipelines."""
+    """Dollars an hour of some pipelines: of their machines, and of what they send over zone links."""
     prices = offer_prices(problem)
-    return sum(prices[offer] for pipeline in pipelines for offer in pipeline.offers)
+    machines = sum(prices[offer] for pipeline in pipelines for offer in pipeline.offers)
+    return machines + sum(pipeline.egress_usd_per_hour for pipeline in pipelines)
 
 
 def objective_of(problem: PlacementProblem, pipelines: Sequence[PipelineChoice], values: Sequence[float]) -> float:

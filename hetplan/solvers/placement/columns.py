@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetplan.estimator.base import Estimator, FloatArray
-from hetplan.estimator.pipeline import StageShape, micro_batch, pipeline_rates, sequences_that_fit
+from hetplan.estimator.pipeline import (
+    StageShape,
+    egress_usd_per_hour,
+    micro_batch,
+    pipeline_rates,
+    sequences_that_fit,
+)
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import PipelineChoice
 from hetplan.solvers.placement import threads
@@ -225,7 +231,8 @@ class Space:
             if machine not in numbers:
                 numbers[machine] = len(numbers)
                 offers.append(self.problem.cluster.pools[one.pool].offer.name)
-            stages.append(StageShape((first, end), one.machine, one.degree, numbers[machine]))
+            place = self.problem.cluster.pools[one.pool].offer.place
+            stages.append(StageShape((first, end), one.machine, one.degree, numbers[machine], place))
         return PipelineChoice(tuple(stages), tuple(offers), batch)
 
     def _arranged(self, placed: IntArray, batch: int) -> PipelineChoice:
@@ -362,11 +369,15 @@ class Space:
 
 @dataclass
 class Columns:
-    """All sets of machines of a problem, each rated as far as it was asked for."""
+    """All sets of machines of a problem, each rated as far as it was asked for.
+
+    Without ``egress`` no pipeline sends over a zone link that costs something.
+    """
 
     problem: PlacementProblem
     estimator: Estimator
     deadline: float = math.inf
+    egress: bool = True
     rated: dict[Machines, Rated] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -379,7 +390,7 @@ class Columns:
         if self.problem.objective == "cost":
             self.cap = self.problem.workload.requests_per_s or 0.0
         self.limited = self.problem.slo is not None
-        self.tables = build_tables(self.problem, self.estimator, options)
+        self.tables = build_tables(self.problem, self.estimator, options, egress=self.egress)
         self.spaces = [Space(self.problem, self.estimator, self.tables, one) for one in machine_sets(self.problem)]
         self.spaces = [space for space in self.spaces if space.pools]
 
@@ -481,9 +492,12 @@ class Columns:
         most = micro_batch(self.estimator, fitting, len(choice.stages))
         batches = np.arange(1, most + 1)
         with _ESTIMATING:
-            values = value_of(self.problem, pipeline_rates(self.problem, self.estimator, choice.stages, batches))
+            rates = pipeline_rates(self.problem, self.estimator, choice.stages, batches)
+            values = value_of(self.problem, rates)
         best = int(np.argmax(values))
-        return PipelineChoice(choice.stages, choice.offers, best + 1), float(values[best])
+        rate = float(rates.requests_per_s[best])
+        egress = egress_usd_per_hour(self.problem, self.estimator, choice.stages, rate)
+        return PipelineChoice(choice.stages, choice.offers, best + 1, egress), float(values[best])
 
     def best_ratio(
         self, prices: FloatArray, *, least: float, most_found: int, tolerance: float, deadline: float

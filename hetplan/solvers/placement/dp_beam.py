@@ -287,14 +287,19 @@ def _shapes(
             nodes.append(option.pool)
             free = granted[option.pool]
         free -= option.degree
-        stages.append(StageShape((start, stop), option.machine, option.degree, len(nodes) - 1))
+        place = problem.cluster.pools[option.pool].offer.place
+        stages.append(StageShape((start, stop), option.machine, option.degree, len(nodes) - 1, place))
     return tuple(stages), tuple(problem.cluster.pools[pool].offer.name for pool in nodes)
 
 
 def _regions(problem: PlacementProblem, estimator: Estimator, *, whole_nodes: bool) -> list[_Region]:
-    """What pipelines may be made of: one entry per region, and within an engine's limits per way to keep them."""
+    """What pipelines may be made of: one entry per region, and within an engine's limits per way to keep them.
+
+    Regions that zone links join have one together as well.
+    """
     regions = []
-    for pools in _pools_by_region(problem):
+    alone = _pools_by_region(problem)
+    for pools in [*alone, *(group for group in problem.cluster.pool_groups() if group not in alone)]:
         options = stage_options(problem, pools, whole_nodes=whole_nodes)
         for chosen, gpus in _within_limits(problem, options):
             tables = build_tables(problem, estimator, chosen)
@@ -327,7 +332,7 @@ def _within_limits(problem: PlacementProblem, options: list[Option]) -> list[tup
 
 
 def _pools_by_region(problem: PlacementProblem) -> list[list[int]]:
-    """Pools that a pipeline may mix: those of one provider and region."""
+    """Pools of one provider and region."""
     groups: dict[tuple[str, str], list[int]] = {}
     for index, pool in enumerate(problem.cluster.pools):
         groups.setdefault((pool.offer.provider, pool.offer.region), []).append(index)
@@ -349,7 +354,7 @@ def _score(problem: PlacementProblem, one: tuple[PipelineChoice, float], per_cos
     if not per_cost:
         return value
     names = {pool.offer.name: price for pool, price in zip(problem.cluster.pools, _prices(problem), strict=True)}
-    return float(value / sum(names[offer] for offer in choice.offers))
+    return float(value / (sum(names[offer] for offer in choice.offers) + choice.egress_usd_per_hour))
 
 
 def _trim(problem: PlacementProblem, extracted: _Extracted) -> None:

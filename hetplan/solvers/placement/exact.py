@@ -3,20 +3,28 @@
 A plan is a choice of pipelines on disjoint sets of machines, so that the best plan is an integer program with a
 column for each set (`program`). Small inventories: `enumeration`. Large ones: `generation`. The certificate of a plan
 is a price for each machine.
+
+What a pipeline pays for zone links depends on its order of machines and its rate, not on its machines alone. Where
+costs count and such a link has a price, the program is solved twice: as if egress were free, which bounds every plan,
+and without sends over links that cost something. The better plan of the two, egress paid, is returned with the bound
+of the first, so that a plan that pays for egress is seldom proven to be the best.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import ClassVar
 
-from hetplan.errors import InvalidInputError
-from hetplan.estimator.base import make_estimator
+from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError
+from hetplan.estimator.base import Estimator, make_estimator
+from hetplan.estimator.pipeline import pipeline_rates
 from hetplan.plan import Plan
 from hetplan.problem.placement import PlacementProblem
-from hetplan.solvers.base import OnIncumbent, Solution, check_time_limit
+from hetplan.solvers.base import OnIncumbent, Progress, Solution, check_time_limit
 from hetplan.solvers.placement.bound import refuse_infeasible
+from hetplan.solvers.placement.choice import better, objective_of, value_of
 from hetplan.solvers.placement.columns import Columns
 from hetplan.solvers.placement.enumeration import Enumeration
 from hetplan.solvers.placement.generation import Generation
@@ -56,8 +64,47 @@ class Exact:
         problem.refuse_unsupported()
         estimator = make_estimator(problem)
         refuse_infeasible(problem, estimator)
-        columns = Columns(problem, estimator, deadline)
+        priced = any(link.egress_usd_per_gb > 0 for link in problem.cluster.zone_links)
+        if not priced or problem.objective == "throughput":
+            return self._search(problem, estimator, began, deadline, warm_start, on_incumbent)
+        # What is reached while egress counts as free is not what a plan is worth: no incumbents are told.
+        free = self._search(problem, estimator, began, began + (deadline - began) / 2, warm_start, None)
+        if not any(pipeline.egress_usd_per_hour for pipeline in free.pipelines):
+            return free
+        solutions = [_paid(problem, estimator, free)]
+        try:
+            without = self._search(problem, estimator, began, deadline, warm_start, None, egress=False)
+            solutions.append(_paid(problem, estimator, without))
+        except (InfeasibleError, NoSolutionError):
+            pass
+        best = solutions[-1] if better(problem, solutions[-1].objective, solutions[0].objective) else solutions[0]
+        best = replace(best, bound=free.bound, certificate=free.certificate)
+        if on_incumbent is not None:
+            on_incumbent(Progress(time.monotonic() - began, best.objective, best.bound, "done"))
+        return best
+
+    def _search(
+        self,
+        problem: PlacementProblem,
+        estimator: Estimator,
+        began: float,
+        deadline: float,
+        warm_start: Plan | None,
+        on_incumbent: OnIncumbent | None,
+        *,
+        egress: bool = True,
+    ) -> Solution:
+        columns = Columns(problem, estimator, deadline, egress=egress)
         sets = math.prod(count + 1 for count in columns.counts)
         if sets <= _FEW_SETS:
             return Enumeration(problem, estimator, columns, self.gap, began, deadline, on_incumbent).enumerate()
         return Generation(problem, estimator, columns, self.gap, began, deadline, on_incumbent).generate(warm_start)
+
+
+def _paid(problem: PlacementProblem, estimator: Estimator, solution: Solution) -> Solution:
+    """The solution with the objective that it reaches when egress is paid."""
+    values = []
+    for pipeline in solution.pipelines:
+        rates = pipeline_rates(problem, estimator, pipeline.stages, pipeline.micro_batch)
+        values.append(float(value_of(problem, rates)[0]))
+    return replace(solution, objective=objective_of(problem, solution.pipelines, values))

@@ -45,7 +45,7 @@ from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution, check_count, check_time_limit
 from hetplan.solvers.placement.bound import refuse_infeasible
 from hetplan.solvers.placement.chain import Chains, Group, MachineSet, as_asked, machine_sets
-from hetplan.solvers.placement.choice import better, objective_of, offer_prices
+from hetplan.solvers.placement.choice import better, cost_of, objective_of
 from hetplan.solvers.placement.flow import Node, Placed, even_placement, nodes_of, paths, place
 from hetplan.solvers.placement.tables import stage_options
 
@@ -133,8 +133,7 @@ class Helix:
 
 
 def _solution(problem: PlacementProblem, pipelines: Sequence[_Pipeline]) -> Solution | None:
-    prices = offer_prices(problem)
-    costs = [math.fsum(prices[offer] for offer in one.choice.offers) for one in pipelines]
+    costs = [cost_of(problem, [one.choice]) for one in pipelines]
     kept = [pipelines[i] for i in as_asked(problem, costs, [one.value for one in pipelines])]
     if not kept:
         return None

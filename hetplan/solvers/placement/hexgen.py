@@ -35,7 +35,7 @@ from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import OnIncumbent, PipelineChoice, Progress, Solution, check_count, check_time_limit
 from hetplan.solvers.placement.bound import refuse_infeasible
 from hetplan.solvers.placement.chain import Chains, MachineSet, as_asked, machine_sets
-from hetplan.solvers.placement.choice import better, objective_of, offer_prices
+from hetplan.solvers.placement.choice import better, cost_of, objective_of, offer_prices
 from hetplan.solvers.placement.layout import Layout, best_layout
 from hetplan.solvers.placement.tables import stage_options
 
@@ -160,13 +160,11 @@ def _seeds(problem: PlacementProblem) -> list[_Partition]:
     """Partitions read off the topology."""
     pools = problem.cluster.pools
     counts = [pool.count for pool in pools]
-    regions: dict[tuple[str, str], list[int]] = {}
-    for index, pool in enumerate(pools):
-        regions.setdefault((pool.offer.provider, pool.offer.region), [0] * len(pools))[index] = pool.count
     unit = np.eye(len(pools), dtype=np.int64)
     by_pool = [(unit[p] * n).tolist() for p, n in enumerate(counts) if n]
     alone = [unit[p].tolist() for p, n in enumerate(counts) for _ in range(n)]
-    return list(dict.fromkeys(_partition(one) for one in (by_pool, list(regions.values()), alone)))
+    together = [sum(unit[p] * counts[p] for p in group).tolist() for group in problem.cluster.pool_groups()]
+    return list(dict.fromkeys(_partition(one) for one in (by_pool, together, alone)))
 
 
 def _partition(groups: list[list[int]]) -> _Partition:
@@ -220,7 +218,7 @@ def _fitness(search: _Search, partition: _Partition) -> float:
 def _solution(search: _Search, partition: _Partition, solver: HexGen) -> Solution | None:
     """The plan of a partition, its batches chosen by the estimator itself."""
     chosen = [one for one in map(search.choice, partition) if one is not None]
-    costs = [math.fsum(offer_prices(search.problem)[offer] for offer in choice.offers) for choice, _ in chosen]
+    costs = [cost_of(search.problem, [choice]) for choice, _ in chosen]
     kept = [chosen[i] for i in as_asked(search.problem, costs, [value for _, value in chosen])]
     if not kept:
         return None

@@ -459,13 +459,16 @@ class _Search:
     ) -> None:
         self.problem, self.tables, self.estimator, self.pools = problem, tables, estimator, pools
         self.micro_batches = estimator.micro_batches
-        # Machines of one type that grant the same are alike, whatever they cost and wherever they stand.
-        alike: dict[tuple[str, int, int, tuple[int, ...]], list[int]] = {}
+        # Machines of one type that grant the same are alike, whatever they cost and, but for links between places,
+        # wherever they stand.
+        alike: dict[tuple[str, int, int, tuple[int, ...], str], list[int]] = {}
+        cluster = problem.cluster
         for machine, pool in enumerate(pools):
             degrees = tuple(sorted({tables.options[o].degree for o in options[pool]} & set(range(gpus[pool] + 1))))
             if degrees:
                 name = tables.options[options[pool][0]].machine.name
-                alike.setdefault((name, gpus[pool], fixed_stages[pool], degrees), []).append(machine)
+                place = cluster.pools[pool].offer.place if cluster.zone_links else ""
+                alike.setdefault((name, gpus[pool], fixed_stages[pool], degrees, place), []).append(machine)
         self.groups = list(alike.values())
         self.option_of = {(pool, tables.options[o].degree): o for pool in set(pools) for o in options[pool]}
         self.used: list[int] = []
@@ -562,7 +565,10 @@ class _Search:
         layer, end = t.layer_s[self.used, :, :, 1:], t.end_s[self.used, :, :, 1:]
         self.layer = columns(layer[:, 0], layer[:, 1])
         self.end = columns(end[:, :, 0], end[:, :, 1])
-        self.send = columns(t.send_s[:, 0, 1:], t.send_s[:, 1, 1:])
+        with np.errstate(invalid="ignore"):
+            send = columns(t.send_s[:, 0, 1:], t.send_s[:, 1, 1:])
+        # Where there is no way from one to the other, whatever is counted of it is infinite.
+        self.send = np.where(np.isnan(send), np.inf, send)
 
     def _count_sequences(self) -> None:
         """(O, N + 1, N + 1) sequences in flight that fit a stage of an option that holds a range of layers."""
@@ -600,10 +606,11 @@ class _Search:
         if not len(self.path):
             return Found(0.0, (), 0, complete)
         stages = self._stages()
-        shapes = [
-            StageShape((first, end), self.tables.options[option].machine, self.tables.options[option].degree, machine)
-            for option, first, end, machine in stages
-        ]
+        shapes = []
+        for option, first, end, machine in stages:
+            one = self.tables.options[option]
+            place = self.problem.cluster.pools[one.pool].offer.place
+            shapes.append(StageShape((first, end), one.machine, one.degree, machine, place))
         rates = pipeline_rates(self.problem, self.estimator, shapes, self.batch)
         return Found(float(value_of(self.problem, rates)[0]), stages, self.batch, complete)
 

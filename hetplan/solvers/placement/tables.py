@@ -45,7 +45,8 @@ class StageTables:
     end_s : (O, 4, 2, B + 1) float
         Seconds of a stage apart from its layers.
     send_s : (sends, 2, B + 1) float
-        Seconds of a boundary; ``send_index[sender pool, receiver pool, same node]`` finds the row.
+        Seconds of a boundary; ``send_index[sender pool, receiver pool, same node]`` finds the row. Infinite where a
+        pipeline may not go from one to the other.
     room_bytes : (O, 4) int
         Memory of one GPU left for layers and KV cache.
     weight_bytes : (O, K) int
@@ -87,8 +88,13 @@ def stage_options(problem: PlacementProblem, pools: list[int], *, whole_nodes: b
     return options
 
 
-def build_tables(problem: PlacementProblem, estimator: Estimator, options: list[Option]) -> StageTables:
-    """Read the estimator into tables. O(options x kinds) estimator calls, each over all batches at once."""
+def build_tables(
+    problem: PlacementProblem, estimator: Estimator, options: list[Option], *, egress: bool = True
+) -> StageTables:
+    """Read the estimator into tables. O(options x kinds) estimator calls, each over all batches at once.
+
+    Without ``egress`` no pipeline may send over a zone link that costs something.
+    """
     model, work = problem.model, problem.workload
     kinds = range(len(model.layer_kinds))
     sample = [model.layer_pattern.index(k) if k in model.layer_pattern else 0 for k in kinds]
@@ -149,7 +155,7 @@ def build_tables(problem: PlacementProblem, estimator: Estimator, options: list[
                 end_s[o, role, p, 1:] = seconds[0]
                 if role == 0:
                     layer_s[o, p, :, 1:] = seconds[1:] - seconds[0]
-    send_s, send_index = _send_tables(problem, estimator, options, axis)
+    send_s, send_index = _send_tables(problem, estimator, options, axis, egress=egress)
     prefix = np.array(model.kind_prefix, dtype=np.int64)
     return StageTables(
         options=tuple(options),
@@ -220,11 +226,11 @@ def _batch_axis(
 
 
 def _send_tables(
-    problem: PlacementProblem, estimator: Estimator, options: list[Option], axis: FloatArray
+    problem: PlacementProblem, estimator: Estimator, options: list[Option], axis: FloatArray, *, egress: bool
 ) -> tuple[FloatArray, IntArray]:
     """Boundary seconds for each pair of pools, and inside a node of each pool with several GPUs."""
-    machines = {option.pool: option.machine for option in options}
-    pools = len(problem.cluster.pools)
+    machines, cluster = {option.pool: option.machine for option in options}, problem.cluster
+    offers, pools = [pool.offer for pool in cluster.pools], len(cluster.pools)
     index = np.full((pools, pools, 2), -1, dtype=np.int64)
     rows: list[FloatArray] = []
     seen: dict[tuple[object, ...], int] = {}
@@ -234,13 +240,18 @@ def _send_tables(
     tokens = (work.mean_prefill_tokens, work.mean_input_tokens)
     for a, sender in machines.items():
         for b, receiver in machines.items():
+            crossed = cluster.zone_link(offers[a].place, offers[b].place)
+            barred = not cluster.may_follow(offers[a], offers[b])
+            if crossed is not None and crossed.egress_usd_per_gb > 0:
+                barred = barred or not egress
             for same_node in (False, True):
                 if same_node and (a != b or sender.gpu_count == 1):
                     continue
-                key = (same_node, sender.name, receiver.name)
+                between = None if crossed is None else crossed.link
+                key = (same_node, sender.name, receiver.name, barred, between)
                 if key not in seen:
                     row = np.full((2, axis.size + 1), np.inf)
-                    for p, phase in enumerate(PHASES):
+                    for p, phase in enumerate(() if barred else PHASES):
                         row[p, 1:] = estimator.boundary_seconds(
                             problem.model,
                             sender,
@@ -250,6 +261,7 @@ def _send_tables(
                             input_tokens=tokens[p],
                             output_tokens=work.mean_output_tokens,
                             phase=phase,
+                            between=between,
                         )
                     same = alike.setdefault((*row[:, 1].tolist(), *row[:, -1].tolist()), [])
                     at = next((r for r in same if np.array_equal(rows[r], row)), len(rows))
