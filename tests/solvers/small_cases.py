@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from whole_placements import BestPlan, WholePlacements
 
 import hetplan as hp
 from hetplan.catalog.hardware import InstanceType, Link
-from hetplan.catalog.offers import Cluster, Market, Pool
+from hetplan.catalog.offers import Cluster, Market, Pool, ZoneLink
 from hetplan.estimator.base import batch_array
 from hetplan.estimator.calibrated import CalibratedEstimator
 from hetplan.estimator.paper import PaperEstimator
@@ -200,6 +201,9 @@ class Kind:
     pools: tuple[int, int] = (1, 3)
     unequal_networks: bool = True
     regions: int = 1
+    # Zone links between neighbours, or zones of the first region as well.
+    links: bool = False
+    zones: int = 0
     markets: tuple[Market, ...] = ("on_demand",)
     objective: Objective = "throughput"
     slo: str | None = None
@@ -265,11 +269,35 @@ def _cluster(rng: np.random.Generator, kind: Kind, model: hp.ModelSpec, work: hp
             machines,
             usd=None if market == "owned" else round(_between(rng, 0.2, 5), 2),
             market=market,
-            region=["here", "there"][int(rng.integers(kind.regions))],
+            region=["here", "there", "yonder"][int(rng.integers(kind.regions))],
+            zone=f"z{int(rng.integers(kind.zones))}" if kind.zones else None,
         )
         if all(pool.offer.name != other.offer.name for _, other in made):
             made.append((machine, pool))
-    return make_cluster(*made)
+    cluster = make_cluster(*made)
+    return cluster.replace(zone_links=_links(rng, kind, cluster)) if kind.links else cluster
+
+
+def _links(rng: np.random.Generator, kind: Kind, cluster: Cluster) -> list[ZoneLink]:
+    """Links that join regions one after another, not each with each; some between zones, which go before those."""
+    regions = [f"own/{name}" for name in ("here", "there", "yonder")]
+    ends = [*pairwise(regions)]
+    if kind.zones:
+        ends += [(f"{regions[0]}/z0", f"{other}/z1") for other in regions[:2]]
+    places = [pool.offer.place for pool in cluster.pools]
+
+    def stands(end: str) -> bool:
+        return any(f"{place}/".startswith(f"{end}/") for place in places)
+
+    return [
+        ZoneLink(
+            ends=pair,
+            link=Link(latency_s=_between(rng, 1e-5, 0.02), bytes_per_s=_between(rng, 1e7, 25e9)),
+            egress_usd_per_gb=float(rng.choice([0.0, 0.02])) if kind.objective == "throughput" else 0.0,
+        )
+        for pair in ends
+        if stands(pair[0]) and stands(pair[1])
+    ]
 
 
 def _draw(rng: np.random.Generator, kind: Kind) -> PlacementProblem:
@@ -404,6 +432,20 @@ CATEGORIES: dict[str, Kind] = {
     "infeasible limit": Kind(infeasible="limit", slo="hard"),
     "infeasible limit, cost": Kind(infeasible="limit", slo="hard", objective="cost"),
     "worthless": Kind(infeasible="worth", slo="soft"),
+    "linked regions": Kind(regions=2, links=True, machines=(3, 4), pools=(2, 3)),
+    "linked one after another": Kind(model=llama, regions=3, links=True, machines=(3, 4), gpus=(1,), pools=(3, 3)),
+    "linked zones": Kind(regions=2, zones=2, links=True, machines=(3, 4), pools=(3, 3)),
+    "linked regions, cost": Kind(
+        objective="cost", regions=2, links=True, machines=(3, 4), pools=(2, 3), markets=_RENTED
+    ),
+    "linked regions, per cost": Kind(
+        objective="throughput_per_cost", regions=2, links=True, machines=(3, 4), pools=(2, 3), markets=_RENTED
+    ),
+    "linked regions, hard limit": Kind(slo="hard", regions=3, links=True, machines=(3, 4), pools=(2, 3)),
+    "linked regions, soft limit": Kind(slo="soft", regions=3, links=True, machines=(3, 4), pools=(2, 3)),
+    "linked regions, paper": Kind(model=read_by_paper, estimator="paper", regions=2, links=True, pools=(2, 3)),
+    "linked regions, engine": Kind(engine="vllm-0.32", regions=2, links=True, machines=(2, 3), pools=(2, 3)),
+    "linked regions, zigzag": Kind(zigzag=True, regions=2, links=True, machines=(3, 4), pools=(2, 3)),
 }  # fmt: skip
 SEEDS = 12
 _MOST_DRAWS = 500

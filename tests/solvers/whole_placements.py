@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hetplan.catalog.engines import LimitName
 from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.offers import ZoneLink
 from hetplan.estimator.base import PHASES, make_estimator
 from hetplan.estimator.pipeline import StageShape
 from hetplan.problem.placement import PlacementProblem
@@ -32,11 +33,12 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Group:
-    """A stage without its layers: ``node`` numbers the machines of the pipeline."""
+    """A stage without its layers: ``node`` numbers the machines of the pipeline, ``place`` is where it stands."""
 
     machine: InstanceType
     degree: int
     node: int
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class BestPipeline:
     machines: tuple[InstanceType, ...]
     stages: tuple[StageShape, ...]
     micro_batch: int
+    egress_usd_per_hour: float
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class WholePlacements:
         self.batches = np.arange(1.0, problem.max_num_seqs + 1)
         self._fits: dict[tuple[str, int], Counts] = {}
         self._seconds: dict[tuple[str, int], Floats] = {}
-        self._sends: dict[tuple[str, str, bool], Floats] = {}
-        self._best: dict[tuple[str, ...], BestPipeline | None] = {}
+        self._sends: dict[tuple[str, str, bool, ZoneLink | None], Floats] = {}
+        self._best: dict[tuple[tuple[str, str], ...], BestPipeline | None] = {}
         # The least latencies of any pipeline that has been tried, at any batch.
         self.least: dict[str, float] = {}
 
@@ -149,10 +152,32 @@ class WholePlacements:
             self._seconds[key] = seconds
         return self._seconds[key]
 
+    def _link(self, one: str, other: str) -> ZoneLink | None:
+        """The zone link between two places: the one whose ends name most."""
+        wanted = [
+            link
+            for link in self.problem.cluster.zone_links
+            for a, b in (link.ends, link.ends[::-1])
+            if one != other and f"{one}/".startswith(f"{a}/") and f"{other}/".startswith(f"{b}/")
+        ]
+        return max(wanted, key=lambda link: len("".join(link.ends)), default=None)
+
+    def _joined(self, one: str, other: str) -> bool:
+        regions = {"/".join(place.split("/")[:2]) for place in (one, other)}
+        return len(regions) == 1 or self._link(one, other) is not None
+
+    def _egress(self, row: Sequence[Group], rate: float) -> float:
+        """Dollars an hour of what a row of groups sends over zone links."""
+        links = [self._link(a.place, b.place) for a, b in itertools.pairwise(row)]
+        work, model = self.problem.workload, self.problem.model
+        tokens = work.mean_prefill_tokens + self.estimator.decode_steps(work.mean_output_tokens)
+        sent = tokens * model.hidden_size * model.residual_streams * 2
+        return sum(link.egress_usd_per_gb for link in links if link is not None) * sent * rate * 3600 / 1e9
+
     def _send_seconds(self, sender: Group, receiver: Group) -> Floats:
         """[phase, batch] seconds of a send to the next stage."""
-        same_node = sender.node == receiver.node
-        key = (sender.machine.name, receiver.machine.name, same_node)
+        same_node, link = sender.node == receiver.node, self._link(sender.place, receiver.place)
+        key = (sender.machine.name, receiver.machine.name, same_node, link)
         if key not in self._sends:
             work = self.problem.workload
             tokens = (work.mean_prefill_tokens, work.mean_input_tokens)
@@ -167,6 +192,7 @@ class WholePlacements:
                         input_tokens=tokens[number],
                         output_tokens=work.mean_output_tokens,
                         phase=phase,
+                        between=None if link is None else link.link,
                     )
                     for number, phase in enumerate(PHASES)
                 ]
@@ -185,15 +211,18 @@ class WholePlacements:
             if sum(way) <= machine.gpu_count
         ]
 
-    def _rows(self, machines: Sequence[InstanceType]) -> Iterator[list[Group]]:
+    def _rows(self, machines: Sequence[InstanceType], places: Sequence[str]) -> Iterator[list[Group]]:
         """Every row of groups on all of these machines, whose stages stand side by side."""
         names = {machine.name: machine for machine in machines}
-        for order in sorted(set(itertools.permutations(machine.name for machine in machines))):
-            for chosen in itertools.product(*(self.ways(names[name]) for name in order)):
-                if sum(map(len, chosen)) <= self.layers and self._engine_takes([names[n] for n in order], chosen):
+        standing = [(machine.name, place) for machine, place in zip(machines, places, strict=True)]
+        for order in sorted(set(itertools.permutations(standing))):
+            if not all(self._joined(a, b) for (_, a), (_, b) in itertools.pairwise(order)):
+                continue
+            for chosen in itertools.product(*(self.ways(names[name]) for name, _ in order)):
+                if sum(map(len, chosen)) <= self.layers and self._engine_takes([names[n] for n, _ in order], chosen):
                     yield [
-                        Group(names[name], degree, node)
-                        for node, (name, way) in enumerate(zip(order, chosen, strict=True))
+                        Group(names[name], degree, node, place)
+                        for node, ((name, place), way) in enumerate(zip(order, chosen, strict=True))
                         for degree in way
                     ]
 
@@ -209,12 +238,18 @@ class WholePlacements:
         }
         return all(len(found[limit]) <= 1 for limit in limits)
 
-    def best_pipeline(self, machines: Sequence[InstanceType]) -> BestPipeline | None:
-        """The best pipeline on all of these machines; None when nothing fits or every one breaks a hard limit."""
-        key = tuple(sorted(machine.name for machine in machines))
+    def best_pipeline(
+        self, machines: Sequence[InstanceType], places: Sequence[str] | None = None
+    ) -> BestPipeline | None:
+        """The best pipeline on all of these machines; None when nothing fits or every one breaks a hard limit.
+
+        ``places``: where each machine stands, by default all in one place.
+        """
+        places = [""] * len(machines) if places is None else places
+        key = tuple(sorted((machine.name, place) for machine, place in zip(machines, places, strict=True)))
         if key not in self._best:
             best: BestPipeline | None = None
-            for row in self._rows(machines):
+            for row in self._rows(machines, places):
                 found = self._best_of_row(row)
                 if found is not None and (best is None or found.value > best.value):
                     best = found
@@ -265,10 +300,11 @@ class WholePlacements:
             latencies={name: float(values[split, batch]) for name, values in latencies.items()},
             machines=tuple(nodes[node] for node in sorted(nodes)),
             stages=tuple(
-                StageShape((int(s[0][split]), int(s[1][split])), group.machine, group.degree, group.node)
+                StageShape((int(s[0][split]), int(s[1][split])), group.machine, group.degree, group.node, group.place)
                 for group, s in zip(row, spans, strict=True)
             ),
             micro_batch=int(self.batches[batch]),
+            egress_usd_per_hour=self._egress(row, float(self.batches[batch] / together[split, batch])),
         )
 
     def _worth(self, rate: Floats, latencies: dict[str, Floats]) -> Floats:
@@ -289,9 +325,9 @@ class WholePlacements:
         found = {}
         for used in itertools.product(*(range(pool.count + 1) for pool in pools)):
             taken = [pool for pool, count in zip(pools, used, strict=True) for _ in range(count)]
-            places = {(pool.offer.provider, pool.offer.region) for pool in taken}
-            if len(places) == 1 and len(taken) <= self.layers:
-                best = self.best_pipeline([cluster.instance_type(pool.offer.instance_type) for pool in taken])
+            if 0 < len(taken) <= self.layers:
+                machines = [cluster.instance_type(pool.offer.instance_type) for pool in taken]
+                best = self.best_pipeline(machines, [pool.offer.place for pool in taken])
                 if best is not None and best.value > 0:
                     found[used] = best
         return found
@@ -318,6 +354,7 @@ class WholePlacements:
                 continue
             value = math.fsum(pipelines[used].value for used in plan)
             cost = math.fsum(count * price for used in plan for count, price in zip(used, prices, strict=True))
+            cost += math.fsum(pipelines[used].egress_usd_per_hour for used in plan)
             # What is made as large as possible.
             if problem.objective == "throughput":
                 score = value
@@ -343,10 +380,12 @@ class WholePlacements:
         left = Counter(
             {pool.offer.name: count for pool, count in zip(self.problem.cluster.pools, used, strict=True) if count}
         )
-        types = {pool.offer.name: pool.offer.instance_type for pool in self.problem.cluster.pools}
+        standing = {p.offer.name: (p.offer.instance_type, p.offer.place) for p in self.problem.cluster.pools}
+        places = {stage.node: stage.place for stage in pipeline.stages}
         offers = []
-        for machine in pipeline.machines:
-            offer = next(name for name in sorted(left) if left[name] and types[name] == machine.name)
+        for node, machine in enumerate(pipeline.machines):
+            wanted = (machine.name, places[node])
+            offer = next(name for name in sorted(left) if left[name] and standing[name] == wanted)
             left[offer] -= 1
             offers.append(offer)
-        return PipelineChoice(pipeline.stages, tuple(offers), pipeline.micro_batch)
+        return PipelineChoice(pipeline.stages, tuple(offers), pipeline.micro_batch, pipeline.egress_usd_per_hour)
