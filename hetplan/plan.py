@@ -273,7 +273,8 @@ class Plan(Frozen):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.problem.model.name}: {self.requests_per_s:.3f} req/s for {self.cost_usd_per_hour:.4f} $/h, "
+            f"{self.problem.model.name}: {self.requests_per_s:.3f} req/s for {self.cost_usd_per_hour:.4f} $/h"
+            f"{_of_egress(self)}, "
             f"{self.usd_per_million_output_tokens:.3f} $ per million output tokens",
             f"{self.status}, objective {self.objective_name} = {self.objective:.6g}"
             + ("" if self.bound is None else f", bound {self.bound:.6g}, gap {self.gap or 0:.2%}"),
@@ -297,6 +298,10 @@ def describe_stages(pipeline: Pipeline) -> str:
     )
 
 
+def _of_egress(part: Plan | Pipeline) -> str:
+    return f" ({part.egress_usd_per_hour:.4f} of it egress)" if part.egress_usd_per_hour else ""
+
+
 def _pipeline_counts(plan: Plan) -> dict[str, int]:
     counts: dict[str, int] = {}
     for deployment in plan.deployments:
@@ -313,7 +318,7 @@ def _describe_pipeline(number: int, pipeline: Pipeline) -> list[str]:
         + (f" x {pipeline.count}" if pipeline.count > 1 else "")
         + f": {p.requests_per_s.value:.3f} req/s ({p.requests_per_s.low:.3f}-{p.requests_per_s.high:.3f}), "
         f"TTFT {format_seconds(p.ttft_s.value)}, TPOT {format_seconds(p.tpot_s.value)}, "
-        f"{pipeline.max_num_seqs} sequences, {pipeline.cost_usd_per_hour:.4f} $/h"
+        f"{pipeline.max_num_seqs} sequences, {pipeline.cost_usd_per_hour:.4f} $/h{_of_egress(pipeline)}"
     ]
     for stage in pipeline.stages:
         lines.append(

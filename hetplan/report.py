@@ -27,6 +27,8 @@ def plan_tables(plan: Plan) -> RenderableType:
     total.add_column()
     total.add_row("throughput", f"{plan.requests_per_s:.3f} req/s")
     total.add_row("cost", f"{plan.cost_usd_per_hour:.4f} $/h")
+    if plan.egress_usd_per_hour:
+        total.add_row("of it egress", f"{plan.egress_usd_per_hour:.4f} $/h")
     total.add_row("output tokens", f"{plan.usd_per_million_output_tokens:.3f} $ per million")
     total.add_row("objective", f"{plan.objective_name} = {plan.objective:.6g} ({plan.status})")
     if plan.bound is not None and plan.gap is not None:

@@ -282,6 +282,8 @@ def test_a_csv_of_offers(tmp_path: Path) -> None:
 
 
 LAB = {"region": "lab", "market": "owned"}
+TWO_LABS = {"offers": [LAB | {"instance_type": "g5.xlarge", "count": 1, "provider": "own", "region": r} for r in "ab"]}
+WAY = {"ends": ["own/a", "own/b"], "latency_s": 0.01, "gbps": 10}
 GPU = {
     "name": "X",
     "memory_bytes": 1,
@@ -333,6 +335,21 @@ GPU = {
             {"instance_types": [{"name": "b", "gpu": "L4", "gpu_count": 1, "network_gbps": -1}]},
             "instance_types[0]: network_gbps is -1",
         ),
+        (TWO_LABS | {"zone_links": {"ends": []}}, "zone_links must be a list"),
+        (TWO_LABS | {"zone_links": [{"latency_s": 1}]}, "zone_links[0]: ends is missing"),
+        (TWO_LABS | {"zone_links": [WAY | {"ends": "own/a"}]}, "zone_links[0]: ends is 'own/a'; give two places"),
+        (TWO_LABS | {"zone_links": [WAY | {"ends": ["own/a"]}]}, "zone_links[0]: ends is ['own/a']"),
+        (TWO_LABS | {"zone_links": [WAY | {"ends": ["own/a", "own/a"]}]}, "two places that lie apart"),
+        (TWO_LABS | {"zone_links": [WAY | {"ends": ["own/a", "own/a/z"]}]}, "two places that lie apart"),
+        (TWO_LABS | {"zone_links": [WAY | {"ends": ["own/a", "own/c"]}]}, "'own/c', where the cluster has no machine"),
+        (TWO_LABS | {"zone_links": [WAY | {"ends": ["a", "b"]}]}, "its places: own/a, own/b"),
+        (TWO_LABS | {"zone_links": [WAY, WAY | {"ends": ["own/b", "own/a"]}]}, "listed twice"),
+        (TWO_LABS | {"zone_links": [WAY | {"bytes_per_s": 1}]}, "zone_links[0]: one of gbps"),
+        (TWO_LABS | {"zone_links": [{"ends": ["own/a", "own/b"], "latency_s": 0}]}, "zone_links[0]: one of gbps"),
+        (TWO_LABS | {"zone_links": [WAY | {"gbps": 0}]}, "zone_links[0]: gbps is 0"),
+        (TWO_LABS | {"zone_links": [WAY | {"egress_usd_per_gb": -1}]}, "ZoneLink.egress_usd_per_gb"),
+        (TWO_LABS | {"zone_links": [WAY | {"latency_s": -1}]}, "zone_links[0]: Link.latency_s"),
+        (TWO_LABS | {"zone_links": [WAY | {"usd": 1}]}, "zone_links[0]: unknown key 'usd'"),
     ],
 )
 def test_mistakes_in_a_cluster_name_the_place(values: dict[str, Any], words: str) -> None:
@@ -340,6 +357,48 @@ def test_mistakes_in_a_cluster_name_the_place(values: dict[str, Any], words: str
         cluster_from_dict(values)
     assert str(caught.value).startswith("cluster")
     assert words in str(caught.value)
+
+
+def test_a_cluster_file_says_where_pipelines_may_cross(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "provider: aws\nmarket: on_demand\n"
+        "offers:\n"
+        "  - {instance_type: g6.xlarge, count: 1, region: us-west-2, zone: usw2-az1, price_usd_per_hour: 0.8}\n"
+        "  - {instance_type: g6.xlarge, count: 2, region: us-east-1, price_usd_per_hour: 0.8}\n"
+        "  - {instance_type: g6.xlarge, count: 2, region: eu-west-1, price_usd_per_hour: 0.9}\n"
+        "zone_links:\n"
+        "  - {ends: [aws/us-west-2, aws/us-east-1], latency_s: 0.03, gbps: 4, egress_usd_per_gb: 0.02}\n"
+    )
+    cluster = cluster_from_file(path)
+    (link,) = cluster.zone_links
+    assert (link.link.bytes_per_s, link.link.latency_s, link.egress_usd_per_gb) == (5e8, 0.03, 0.02)
+    assert link.link.source == f"given in {path}"
+    assert cluster.pool_groups() == [[0, 1], [2]]
+    assert cluster.zone_link("aws/us-east-1", "aws/us-west-2/usw2-az1") == link
+    assert cluster.zone_link("aws/us-east-1", "aws/eu-west-1") is None
+
+
+def test_of_several_links_the_one_that_names_more_zones_counts() -> None:
+    offer = {"instance_type": "g6.xlarge", "count": 1, "market": "owned", "provider": "own"}
+    places = [("a", "z0"), ("a", "z1"), ("b", "z0"), ("b", "z1")]
+    links = [["own/a", "own/b"], ["own/a/z0", "own/b"], ["own/a/z0", "own/b/z0"], ["own/a/z0", "own/a/z1"]]
+
+    def made(ends: list[list[str]]) -> Cluster:
+        return cluster_from_dict(
+            {
+                "offers": [offer | {"region": region, "zone": zone} for region, zone in places],
+                "zone_links": [{"ends": pair, "latency_s": 0.01, "gbps": 1} for pair in ends],
+            }
+        )
+
+    cluster = made(links)
+    for one, other, which in [("a/z1", "b/z1", 0), ("a/z0", "b/z1", 1), ("b/z0", "a/z0", 2), ("a/z1", "a/z0", 3)]:
+        assert cluster.zone_link(f"own/{one}", f"own/{other}") == cluster.zone_links[which]
+    assert cluster.zone_link("own/b/z0", "own/b/z1") is None
+    assert cluster.pool_groups() == [[0, 1, 2, 3]]
+    with pytest.raises(InvalidInputError, match="own/a/z0 and own/b/z0 are joined by several zone links"):
+        made([["own/a/z0", "own/b"], ["own/a", "own/b/z0"]])
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from builders import TINY_MIXTURE, make_cluster, make_gpu, make_machine, make_pool, problem_of, tiny_llama, verified
 
 import hetplan as hp
-from hetplan.catalog.offers import Cluster
+from hetplan.catalog.hardware import Link
+from hetplan.catalog.offers import Cluster, ZoneLink
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import Progress, Solution, get_solver, solver_names
 
@@ -37,6 +38,9 @@ FOUR_MIDDLE, ONE_LARGE = make_machine("4xG12", gpu=MIDDLE, gpu_count=4), make_ma
 THREE_LARGE = make_machine("3xG40", gpu=LARGE, gpu_count=3)
 
 
+JOINED = ZoneLink(ends=("own/east", "own/west"), link=Link(latency_s=0.005, bytes_per_s=1e8), egress_usd_per_gb=0.01)
+
+
 def clusters() -> dict[str, Cluster]:
     spot: dict[str, Any] = {"market": "spot", "usd": 0.4, "notice_s": 120.0}
     return {
@@ -53,6 +57,11 @@ def clusters() -> dict[str, Cluster]:
             (ONE_LARGE, make_pool(ONE_LARGE, 1, usd=1.1, region="west")),
             (FOUR_MIDDLE, make_pool(FOUR_MIDDLE, 1, usd=3, region="west")),
         ),
+        "joined regions": make_cluster(
+            (TWO_SMALL, make_pool(TWO_SMALL, 1, usd=0.5, region="east")),
+            (TWO_SMALL, make_pool(TWO_SMALL, 1, usd=0.6, region="west")),
+            (ONE_LARGE, make_pool(ONE_LARGE, 1, usd=2, region="apart")),
+        ).replace(zone_links=(JOINED,)),
         "owned": make_cluster(
             (ONE_LARGE, make_pool(ONE_LARGE, 2, usd=None, market="owned")), (ONE_LARGE, make_pool(ONE_LARGE, 1, usd=1))
         ),
@@ -138,8 +147,9 @@ def test_no_machine_is_used_that_is_not_offered(solver: str, objective: str, clu
     used: Counter[str] = Counter()
     for pipeline in plan.deployments[0].pipelines:
         used.update({node: pipeline.count * n for node, n in Counter(pipeline.nodes).items()})
-        # A pipeline stays in one region, where its machines share a network.
-        assert len({node.split("/")[1] for node in pipeline.nodes}) == 1
+        # A pipeline stays in one region, where its machines share a network, or in regions that are joined.
+        regions = {node.split("/")[1] for node in pipeline.nodes}
+        assert len(regions) == 1 or (cluster, regions) == ("joined regions", {"east", "west"})
     assert all(used[name] <= offered[name] for name in used)
 
 

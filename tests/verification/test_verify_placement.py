@@ -18,6 +18,7 @@ from hetplan.catalog.tables import get_calibration
 from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import (
     StageShape,
+    egress_usd_per_hour,
     micro_batch,
     predictions_at,
     sequences_that_fit,
@@ -56,11 +57,19 @@ def make_pipeline(problem: PlacementProblem, nodes: Sequence[str], stages: Seque
     estimator = make_estimator(problem)
     offers = {pool.offer.name: pool.offer for pool in problem.cluster.pools}
     shapes = [
-        StageShape(layers, problem.cluster.instance_type(offers[nodes[node]].instance_type), degree, node)
+        StageShape(
+            layers,
+            problem.cluster.instance_type(offers[nodes[node]].instance_type),
+            degree,
+            node,
+            offers[nodes[node]].place,
+        )
         for node, _, degree, layers in stages
     ]
     batch = micro_batch(estimator, sequences_that_fit(problem, estimator, shapes), len(shapes))
     assert batch > 0
+    predicted = predictions_at(problem, estimator, shapes, batch)
+    egress = egress_usd_per_hour(problem, estimator, shapes, predicted.requests_per_s.value)
     return Pipeline(
         nodes=tuple(nodes),
         stages=tuple(
@@ -83,8 +92,9 @@ def make_pipeline(problem: PlacementProblem, nodes: Sequence[str], stages: Seque
         max_num_seqs=batch * len(shapes) if estimator.micro_batches else batch,
         micro_batch=batch,
         max_model_len=problem.longest_request_tokens,
-        predictions=predictions_at(problem, estimator, shapes, batch),
-        cost_usd_per_hour=sum(offers[name].billed_usd_per_hour for name in nodes),
+        predictions=predicted,
+        cost_usd_per_hour=sum(offers[name].billed_usd_per_hour for name in nodes) + egress,
+        egress_usd_per_hour=egress,
     )
 
 
@@ -110,6 +120,7 @@ def make_plan(
         routes=tuple(Route(query_type=q.name, deployment=0, fraction=1.0) for q in problem.workload.query_types),
         requests_per_s=rate,
         cost_usd_per_hour=cost,
+        egress_usd_per_hour=sum(p.count * p.egress_usd_per_hour for p in pipelines),
         usd_per_million_output_tokens=cost / (rate * problem.workload.mean_output_tokens * 3600) * 1e6,
         objective_name=problem.objective,
         objective=objective,
@@ -153,11 +164,20 @@ def plan_with_two_kinds_of_layers() -> Plan:
 
 
 @cache
-def plan_across_regions() -> Plan:
+def plan_across_regions(*links: ZoneLink) -> Plan:
     west, east = (Cluster.from_counts({G6E: 1}, region=region) for region in ("us-west-2", "us-east-1"))
-    problem = make_problem(Cluster(instance_types=west.instance_types, pools=west.pools + east.pools))
+    problem = make_problem(Cluster(instance_types=west.instance_types, pools=west.pools + east.pools, zone_links=links))
     nodes = [pool.offer.name for pool in problem.cluster.pools]
     return make_plan(problem, [make_pipeline(problem, nodes, ON_G6E, count=1)], kind_weights=(1.0,))
+
+
+COAST_TO_COAST = ZoneLink(
+    ends=("aws/us-east-1", "aws/us-west-2"), link=Link(latency_s=0.03, bytes_per_s=5e8), egress_usd_per_gb=0.02
+)
+
+
+def plan_over_a_zone_link() -> Plan:
+    return plan_across_regions(COAST_TO_COAST)
 
 
 def changed(record: Any, path: str, value: Any) -> Any:
@@ -324,6 +344,23 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
         [("problem.cluster.pools.1.offer.price_usd_per_hour", 0.0)],
     ),
     "no price": ("price_not_positive", sound_plan, [("problem.cluster.pools.1.offer.price_usd_per_hour", None)]),
+    "a pipeline's egress lowered": (
+        "pipeline_egress_differs",
+        plan_over_a_zone_link,
+        [(f"{A}.egress_usd_per_hour", lowered)],
+    ),
+    "the plan's egress left out": ("plan_egress_differs", plan_over_a_zone_link, [("egress_usd_per_hour", 0.0)]),
+    "a dearer zone link": (
+        "pipeline_cost_differs",
+        plan_over_a_zone_link,
+        [("problem.cluster.zone_links.0.egress_usd_per_gb", 0.09)],
+    ),
+    "a slower zone link": (
+        "prediction_differs",
+        plan_over_a_zone_link,
+        [("problem.cluster.zone_links.0.link.bytes_per_s", 1e6)],
+    ),
+    "a zone link taken away": ("regions_mixed", plan_over_a_zone_link, [("problem.cluster.zone_links", ())]),
     "the plan's rate raised": ("plan_rate_differs", sound_plan, [("requests_per_s", raised)]),
     "the plan's cost lowered": ("plan_cost_differs", sound_plan, [("cost_usd_per_hour", lowered)]),
     "the token price lowered": ("token_price_differs", sound_plan, [("usd_per_million_output_tokens", lowered)]),
@@ -426,7 +463,9 @@ def test_a_violation_says_what_is_wrong_in_words_and_numbers() -> None:
     (violation,) = verify_plan(changed(sound_plan(), "cost_usd_per_hour", 10.0))[:1]
     right = 2 * 4.6016 + 2 * 1.861
     assert violation == Violation(code="plan_cost_differs", where="cost_usd_per_hour", value=10.0, limit=right)
-    assert str(violation) == "cost_usd_per_hour: states 10 $/h; its machines cost 12.9252 [plan_cost_differs]"
+    assert str(violation) == (
+        "cost_usd_per_hour: states 10 $/h; its machines and its egress cost 12.9252 [plan_cost_differs]"
+    )
 
 
 def test_a_value_that_is_no_number_can_still_be_stated() -> None:
@@ -445,11 +484,24 @@ def test_a_looser_bound_is_proven_too() -> None:
     assert codes(plan.model_copy(update={"bound": bound, "gap": gap})) == set()
 
 
-def test_a_pipeline_stays_in_one_region_whatever_links_there_are() -> None:
+def test_a_pipeline_crosses_regions_by_zone_links_alone() -> None:
     plan = plan_across_regions()
     assert codes(plan) == {"regions_mixed"}
-    link = ZoneLink(ends=("us-east-1", "us-west-2"), link=Link(latency_s=0.06, bytes_per_s=1e9))
-    assert codes(changed(plan, "problem.cluster.zone_links", (link,))) == {"regions_mixed"}
+    elsewhere = COAST_TO_COAST.replace(ends=("aws/us-east-1", "aws/us-west-1"))
+    # No machine stands there, which a cluster refuses; the crossing is a fault of its own.
+    assert "regions_mixed" in codes(changed(plan, "problem.cluster.zone_links", (elsewhere,)))
+    assert codes(plan_over_a_zone_link()) == set()
+
+
+def test_egress_is_what_a_request_sends_times_the_rate_times_the_price() -> None:
+    plan = plan_over_a_zone_link()
+    model, pipeline = plan.problem.model, plan.deployments[0].pipelines[0]
+    # Two bytes of each hidden value: those of the prompt, then one row for each token after the first.
+    sent_gb = (763 + 232 - 1) * model.hidden_size * 2 / 1e9
+    usd = sent_gb * pipeline.predictions.requests_per_s.value * 3600 * 0.02
+    assert pipeline.egress_usd_per_hour == pytest.approx(usd)
+    assert plan.egress_usd_per_hour == pytest.approx(usd)
+    assert plan.cost_usd_per_hour == pytest.approx(2 * 1.861 + usd)
 
 
 def test_a_pipeline_visits_a_node_once_without_an_engine_too() -> None:

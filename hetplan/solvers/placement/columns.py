@@ -116,7 +116,7 @@ class _Listed:
 
 
 class Space:
-    """The pipelines of one region and engine setting."""
+    """The pipelines of one engine setting in one region, or in regions that zone links join."""
 
     def __init__(
         self, problem: PlacementProblem, estimator: Estimator, tables: StageTables, machines: MachineSet

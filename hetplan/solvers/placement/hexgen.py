@@ -9,7 +9,8 @@
 | l_ij, its layers | cuts of a chain, from `layout._proportional` |
 | merge, split, swap | `_mutate` |
 
-The first population groups what is close: machines of one pool, machines of one region, each machine alone.
+The first population groups what is close: machines of one pool, machines of one region
+or of joined ones, each machine alone.
 
 Departures. HexGen's groups are of GPUs and may share a machine; here a machine belongs to one pipeline, the
 inventory's rule, and machines of one pool are counted, not named. Its fitness is simulated attainment of latency
