@@ -67,17 +67,22 @@ class Exact:
         priced = any(link.egress_usd_per_gb > 0 for link in problem.cluster.zone_links)
         if not priced or problem.objective == "throughput":
             return self._search(problem, estimator, began, deadline, warm_start, on_incumbent)
-        # What is reached while egress counts as free is not what a plan is worth: no incumbents are told.
-        free = self._search(problem, estimator, began, began + (deadline - began) / 2, warm_start, None)
-        if not any(pipeline.egress_usd_per_hour for pipeline in free.pipelines):
-            return free
-        solutions = [_paid(problem, estimator, free)]
-        try:
-            without = self._search(problem, estimator, began, deadline, warm_start, None, egress=False)
-            solutions.append(_paid(problem, estimator, without))
-        except (InfeasibleError, NoSolutionError):
-            pass
-        best = solutions[-1] if better(problem, solutions[-1].objective, solutions[0].objective) else solutions[0]
+
+        def tell_bound(made: Progress) -> None:
+            # What is reached while egress counts as free is not what a plan is worth.
+            if on_incumbent is not None:
+                on_incumbent(replace(made, objective=None))
+
+        free = self._search(problem, estimator, began, began + (deadline - began) / 2, warm_start, tell_bound)
+        best = _paid(problem, estimator, free)
+        if any(pipeline.egress_usd_per_hour for pipeline in free.pipelines):
+            try:
+                without = self._search(problem, estimator, began, deadline, warm_start, None, egress=False)
+                without = _paid(problem, estimator, without)
+                best = without if better(problem, without.objective, best.objective) else best
+            except (InfeasibleError, NoSolutionError):
+                # There is none but those that pay.
+                pass
         best = replace(best, bound=free.bound, certificate=free.certificate)
         if on_incumbent is not None:
             on_incumbent(Progress(time.monotonic() - began, best.objective, best.bound, "done"))
