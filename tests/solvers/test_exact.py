@@ -61,6 +61,16 @@ def test_the_best_of_all_plans_is_found_and_proven(category: str, seed: int) -> 
     assert plan.status == "optimal" or case.problem.slo is not None
 
 
+@named([("linked regions, engine", 17), ("linked regions, engine", 39)])
+def test_a_stage_leaves_layers_to_those_that_an_engine_asks_for(category: str, seed: int) -> None:
+    """Few layers on machines that have to have several stages each: what fills one leaves none to the next."""
+    case = case_of(category, seed)
+    assert case.best is not None
+    plan = verified(hp.optimize(case.problem, solver="exact"))
+    assert plan.objective == pytest.approx(case.best.objective, rel=SAME, abs=0)
+    assert plan.status == "optimal"
+
+
 @named(COMPARED)
 def test_no_solver_beats_the_best_of_all_plans(category: str, seed: int) -> None:
     case = case_of(category, seed)

@@ -3,6 +3,9 @@
 Within limits on every stage's prefill and decode seconds, at a batch and a number of stages, dynamic
 programming over the machines used finds how far the layers get: a stage takes all the layers it can, since a
 later start never ends earlier. Sends are known, as a state says where the next stage stands.
+
+Where every machine has to have so many stages, a stage must leave a layer to each that follows, and how many follow
+depends on the machines that stay out. So all stages given are used there, and callers ask for each number of them.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ def arrange(
     batch : int
         Sequences in a micro-batch.
     stages : int
-        Most stages, which set the sequences in flight.
+        Most stages, which set the sequences in flight. Exactly as many as whole machines of them have, where machines
+        have to have so many.
     x, y, both : float
         Seconds per request that a stage may spend in prefill, in decode and in both.
 
@@ -104,6 +108,10 @@ def arrange(
             total *= counts[p] + 1
             most_gpus = max(most_gpus, gpus[p])
     n = batch * stages if arrays.micro_batches else batch
+    # Within an engine's limits all machines have as many stages.
+    whole = arrays.micro_batches and fixed.max() > 0
+    if whole:
+        stages -= stages % fixed.max()
     limit_x = x * batch * (1 + 1e-12)
     limit_y = y * batch * (1 + 1e-12)
     limit_both = both * batch * (1 + 1e-12)
@@ -138,7 +146,7 @@ def arrange(
                                 continue
                             after = left - degree[o]
                             # The last stage?
-                            if fixed[p] == 0 or after == 0:
+                            if (fixed[p] == 0 or after == 0) and (not whole or s + 1 == stages):
                                 role = 2 + (1 if s == 0 else 0)
                                 reached = _reach(
                                     prefix, layer_s, weights, sequence, longest, o, batch, start, layers,
@@ -153,8 +161,10 @@ def arrange(
                             if s + 1 >= stages:
                                 continue
                             role = 1 if s == 0 else 0
-                            # The stages that are to come on this machine hold a layer each, and so does the last.
+                            # The stages that are to come hold a layer each: all, or those on this machine and the last.
                             stop = layers - max(1, after // degree[o] if fixed[p] > 0 else 0)
+                            if whole:
+                                stop = layers - (stages - s - 1)
                             for r in range(-1, width):
                                 if r < 0:
                                     if after == 0:
