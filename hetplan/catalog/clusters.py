@@ -12,9 +12,9 @@
     instance_types:                   # own machines, of own or catalogued GPUs
       - {name: box, gpu: X1, gpu_count: 4, link: pcie, network_gbps: 25}
     offers:                           # own prices, of own or catalogued machines
-      - {instance_type: box, count: 2, market: owned}
+      - {instance_type: box, count: 2, market: owned, provider: own, region: cellar}
     zone_links:                       # where pipelines may cross regions, and what is between zones of one region
-      - {ends: [aws/us-west-2, own/own], latency_s: 0.03, gbps: 5, egress_usd_per_gb: 0.09}
+      - {ends: [aws/us-west-2, own/cellar], latency_s: 0.03, gbps: 5, egress_usd_per_gb: 0.09}
 """
 
 from __future__ import annotations

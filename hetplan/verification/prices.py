@@ -3,7 +3,8 @@
 A price for each machine, such that no pipeline is worth more than the machines it takes, bounds every plan. Whether
 that is so is looked up for all pipelines at once (`box_search`). Where the bound lies above what is stated, a plan that
 passes the stated bound consists of pipelines worth nearly as much as their machines; those sets of machines are
-listed, each with the most that a pipeline on it is worth, and the best choice among them is found.
+listed, each with the most that a pipeline on it is worth, and the best choice among them is found. What pipelines pay
+for zone links is left out, as it makes no plan cheaper.
 """
 
 from __future__ import annotations

@@ -103,6 +103,16 @@ def test_a_boundary_is_as_fast_as_its_slower_end(one: float, other: float) -> No
     assert boundary_link(sender, receiver, same_node=False).bytes_per_s == min(one, other)
 
 
+@pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(0.03, 1e8), (0.03, 1e11), (0.0, 1e8), (0.0, 1e11)])
+def test_a_boundary_over_a_zone_link_is_no_faster_than_any_link_on_its_way(
+    latency_s: float, bytes_per_s: float
+) -> None:
+    sender, receiver = make_machine("a", network=1e9), make_machine("b", network=2e9)
+    way = Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    got = boundary_link(sender, receiver, same_node=False, between=way)
+    assert (got.latency_s, got.bytes_per_s) == (max(latency_s, 50e-6), min(bytes_per_s, 1e9))
+
+
 def test_a_boundary_inside_a_node_stays_on_its_pair_link() -> None:
     assert boundary_link(pcie_host(), pcie_host(), same_node=True).bytes_per_s == 20e9
 

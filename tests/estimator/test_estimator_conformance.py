@@ -10,7 +10,7 @@ import pytest
 from builders import problem_of
 
 import hetplan as hp
-from hetplan.catalog.hardware import InstanceType
+from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.estimator.base import PHASES, Estimator, make_estimator
 from hetplan.plan import Stage
 
@@ -259,6 +259,28 @@ def test_memory_and_sequences_add_over_layers_and_are_what_is_left(
     assert sequence((0, 3)) + sequence((3, 9)) - sequence((0, 0)) == pytest.approx(sequence((0, 9)))
     assert sequence((0, 9), 2_000) > sequence((0, 9), 1_000) > 0
     assert estimator.batch_limit(host) >= 1
+
+
+def test_the_bytes_that_are_sent_are_those_whose_sends_are_timed(
+    name: str, model: str, machine: str, degree: int
+) -> None:
+    estimator, spec, host = scene(name, model, machine)
+    # So slow that nothing else counts.
+    way = Link(latency_s=0.0, bytes_per_s=1.0)
+    both = [
+        estimator.boundary_seconds(
+            spec,
+            host,
+            host,
+            same_node=False,
+            batch=1,
+            phase=phase,
+            between=way,
+            **TOKENS,  # type: ignore[arg-type]
+        ).item()
+        for phase in PHASES
+    ]
+    assert estimator.sent_bytes(spec, **TOKENS) == pytest.approx(sum(both), rel=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("phase", PHASES)
