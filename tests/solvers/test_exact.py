@@ -91,7 +91,22 @@ def test_no_solver_beats_the_best_of_all_plans(category: str, seed: int) -> None
 
 
 @named(
-    [(category, 0) for category in ("one pool", "unequal networks", "experts", "windows", "zigzag", "cost", "paper")]
+    [
+        (category, 0)
+        for category in (
+            "one pool",
+            "unequal networks",
+            "experts",
+            "windows",
+            "zigzag",
+            "cost",
+            "paper",
+            "linked regions",
+            "linked one after another",
+            "linked zones",
+            "linked regions, per cost",
+        )
+    ]
 )
 def test_prices_bound_every_plan_also_when_sets_are_not_enumerated(
     category: str, seed: int, monkeypatch: pytest.MonkeyPatch
