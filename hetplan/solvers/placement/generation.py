@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from hetplan import __version__
 from hetplan.errors import InfeasibleError, NoSolutionError
 from hetplan.estimator.base import FloatArray
 from hetplan.plan import Plan
+from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import Solution
 from hetplan.solvers.build import relative_gap
 from hetplan.solvers.placement import threads
@@ -65,6 +67,7 @@ class Generation(Program):
         self._first_columns(warm_start)
         hint = self._old_prices(warm_start)
         warm = hint is not None
+        before = hint if warm_start is not None and _rules(warm_start, self.problem) else None
         full = self.columns.counts
         if hint is None and sum(full) >= _MANY_MACHINES:
             # A part of the inventory has about the same prices, and they are found sooner.
@@ -74,20 +77,30 @@ class Generation(Program):
                 if self._columns():
                     hint = self._converge(max(2 * self.gap, _PART_GAP), None, final=False)[0].prices
             self.columns.counts = full
-        proof, chosen = self._converge(max(self.gap, TIGHT), hint, final=True, warm=warm)
+        proof, chosen = self._converge(max(self.gap, TIGHT), hint, final=True, warm=warm, before=before)
         if not chosen:
-            return self._at_once([])
+            return self._at_once([], proof)
         return self._solution(self._rated(chosen), proof.bound, proof.certificate())
 
     def _converge(
-        self, wanted: float, hint: FloatArray | None, *, final: bool, warm: bool = False
+        self,
+        wanted: float,
+        hint: FloatArray | None,
+        *,
+        final: bool,
+        warm: bool = False,
+        before: FloatArray | None = None,
     ) -> tuple[Proof, list[Machines]]:
         """Prices and columns until they meet within a gap; with ``final`` a choice of whole pipelines as well.
 
         The prices asked for are the centre of all that may prove a better bound, by the columns known. ``warm``: the
-        ``hint`` is of about the same problem.
+        ``hint`` is of about the same problem. ``before``: prices that an older plan proves for this problem.
         """
         proof = self._proof(np.array(machine_rates(self.problem, self.columns.tables)[2]) * (1 + MARGIN))
+        if before is not None and self._best_known(self._columns(), before) <= 1:
+            older = self._proof(np.maximum(before, 1e-9 * proof.prices))
+            if tighter(self.problem, older.bound, proof.bound):
+                proof, hint, warm = older, None, True
         # The last part of the time is for whole numbers.
         pricing = self.deadline - _FOR_WHOLE * (self.deadline - self.began) if final else self.deadline
         looked, stuck = math.inf, 0
@@ -343,6 +356,36 @@ class Generation(Program):
         if best is None or not math.isfinite(bound):
             return self._at_once([])
         return self._solution([columns.rated[best]], bound, Proof(costs * bound, bound).certificate())
+
+
+def _rules(plan: Plan, problem: PlacementProblem) -> bool:
+    """Whether an older plan's prices hold for a problem: the same one, but for machines that are gone.
+
+    A set of the machines that are left was one before, so that no pipeline on it outweighs its price. That the older
+    certificate is true is taken on trust, where this version made it; checking the new plan proves the bound anew.
+    """
+    old = plan.problem
+    if plan.provenance.version != __version__:
+        return False
+    calibrations = {calibration.gpu: calibration for calibration in old.calibrations}
+    if any(calibrations.get(calibration.gpu) != calibration for calibration in problem.calibrations):
+        return False
+    machines = {machine.name: machine for machine in old.cluster.instance_types}
+    pools = {pool.offer.name: pool for pool in old.cluster.pools}
+    return (
+        all(machines.get(machine.name) == machine for machine in problem.cluster.instance_types)
+        and all(
+            pool.offer.name in pools
+            and pools[pool.offer.name].offer == pool.offer
+            and pools[pool.offer.name].count >= pool.count
+            for pool in problem.cluster.pools
+        )
+        and problem.cluster.zone_links == old.cluster.zone_links
+        and problem.replace(
+            cluster=old.cluster, calibrations=old.calibrations, calibration_sha256=old.calibration_sha256
+        )
+        == old
+    )
 
 
 def _unit(pool: int, pools: int, copies: int = 1) -> Machines:
