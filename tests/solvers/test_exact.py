@@ -134,6 +134,21 @@ def test_eighty_machines_are_planned_to_a_proven_gap() -> None:
     assert plan.gap <= 0.05
 
 
+def test_an_older_plan_proves_a_bound_for_fewer_machines_of_the_same_problem_only() -> None:
+    def plan(machines: dict[str, int], output_tokens: int, **options: hp.Plan) -> hp.Plan:
+        workload = hp.Workload(input_tokens=763, output_tokens=output_tokens)
+        return hp.optimize(
+            model="llama-3.1-8b", cluster=machines, workload=workload, solver="exact", gap=0.05, **options
+        )
+
+    before = plan({"g6.xlarge": 40, "g5.xlarge": 40}, 232)
+    assert before.certificate is not None
+    after = verified(plan({"g6.xlarge": 39, "g5.xlarge": 40}, 232, warm_start=before))
+    assert after.certificate == before.certificate
+    # Shorter answers are worth more than the older prices: taken on trust, they would prove what is not so.
+    verified(plan({"g6.xlarge": 39, "g5.xlarge": 40}, 58, warm_start=before))
+
+
 # ---- what trying everything finds is right
 
 

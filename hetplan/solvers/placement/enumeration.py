@@ -18,8 +18,9 @@ from hetplan.estimator.base import FloatArray
 from hetplan.solvers.base import Solution
 from hetplan.solvers.highs import maximise
 from hetplan.solvers.placement.bound import layer_rate_bound
-from hetplan.solvers.placement.columns import Columns, Machines, Rated, price_of, seconds_left
+from hetplan.solvers.placement.columns import Columns, Rated, price_of
 from hetplan.solvers.placement.program import MARGIN, SAME, TIGHT, Program, Proof, division
+from hetplan.solvers.placement.spaces import Machines, seconds_left
 
 # Share of the best at which all machines together are looked at first.
 _CLOSE = 0.98

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from hetplan import __version__
 from hetplan.errors import InfeasibleError, NoSolutionError
-from hetplan.estimator.base import FloatArray
+from hetplan.estimator.base import FloatArray, make_estimator
 from hetplan.plan import Plan
+from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import Solution
 from hetplan.solvers.build import relative_gap
 from hetplan.solvers.placement import threads
 from hetplan.solvers.placement.bound import machine_rates
 from hetplan.solvers.placement.centre import analytic_centre
 from hetplan.solvers.placement.choice import better, tighter
-from hetplan.solvers.placement.columns import Machines, price_of, seconds_left
+from hetplan.solvers.placement.columns import Columns, Rated, price_of
 from hetplan.solvers.placement.dp_beam import DpBeam
 from hetplan.solvers.placement.even import Even
 from hetplan.solvers.placement.program import MARGIN, TIGHT, Duals, Program, Proof
+from hetplan.solvers.placement.spaces import Machines, seconds_left
 
 # Copies of one machine that make a first column.
 _COPIES = 8
@@ -49,9 +53,7 @@ _NEIGHBOURS, _ROUNDS = 40, 20
 _ROUGH, _FINE = 1e-2, 5e-4
 # Share of its proven price up to which a set is worth next to nothing.
 _NEXT_TO_NOTHING = 0.05
-# How much less than their price sets may be worth which help to choose whole numbers.
-_SLACK = 0.03
-# The same share while there is no choice at all.
+# Share of their price that sets are worth at least which help to choose whole numbers.
 _ANY = 0.3
 
 
@@ -65,29 +67,77 @@ class Generation(Program):
         self._first_columns(warm_start)
         hint = self._old_prices(warm_start)
         warm = hint is not None
-        full = self.columns.counts
-        if hint is None and sum(full) >= _MANY_MACHINES:
-            # A part of the inventory has about the same prices, and they are found sooner.
-            part = tuple(-(-count // _PART) for count in full)
-            if part != full:
-                self.columns.counts = part
-                if self._columns():
-                    hint = self._converge(max(2 * self.gap, _PART_GAP), None, final=False)[0].prices
-            self.columns.counts = full
-        proof, chosen = self._converge(max(self.gap, TIGHT), hint, final=True, warm=warm)
+        before = hint if warm_start is not None and _rules(warm_start, self.problem) else None
+        if hint is None and sum(self.columns.counts) >= _MANY_MACHINES:
+            hint = self._prices_of_a_part()
+        proof, chosen = self._converge(max(self.gap, TIGHT), hint, final=True, warm=warm, before=before)
         if not chosen:
-            return self._at_once([])
+            return self._at_once([], proof)
         return self._solution(self._rated(chosen), proof.bound, proof.certificate())
 
+    def _prices_of_a_part(self) -> FloatArray | None:
+        """About the prices of the whole inventory, found sooner on a part of it; its columns become known.
+
+        In the part, machines that differ in their network alone are of one kind.
+        """
+        cluster, rated = self.problem.cluster, self.columns.rated
+        alike: dict[object, list[int]] = {}
+        for number, pool in enumerate(cluster.pools):
+            machine, offer = cluster.instance_type(pool.offer.instance_type), pool.offer
+            links = tuple(sorted((size, str(link)) for size, link in machine.intra_node_links.items()))
+            cost = offer.billed_usd_per_hour if self.problem.objective == "cost" else None
+            key = (machine.gpu.name, machine.gpu_count, links, offer.place, cost)
+            alike.setdefault(key, []).append(number)
+        kinds = list(alike.values())
+        pools = [
+            cluster.pools[kind[0]].replace(count=-(-sum(self.columns.counts[i] for i in kind) // _PART))
+            for kind in kinds
+        ]
+        if sum(pool.count for pool in pools) == sum(self.columns.counts):
+            return None
+        names = {pool.offer.instance_type for pool in pools}
+        types = tuple(machine for machine in cluster.instance_types if machine.name in names)
+        problem = self.problem.replace(cluster=cluster.replace(instance_types=types, pools=tuple(pools)))
+        estimator = make_estimator(problem)
+        columns = Columns(problem, estimator, self.deadline, egress=self.columns.egress)
+        firsts = [kind[0] for kind in kinds]
+        for machines, known in rated.items():
+            own = tuple(machines[first] for first in firsts)
+            if sum(own) == sum(machines):
+                columns.rated[own] = replace(known)
+        part = Generation(problem, estimator, columns, self.gap, self.began, self.deadline, None)
+        if not part._columns():
+            return None
+        proof, _ = part._converge(max(2 * self.gap, _PART_GAP), None, final=False)
+        for machines in part._columns():
+            counts = dict(zip(firsts, machines, strict=True))
+            whole = tuple(counts.get(number, 0) for number in range(len(cluster.pools)))
+            # Its bound may be of networks that are not all there are.
+            rated.setdefault(whole, Rated(math.inf, columns.rated[machines].reached))
+        prices = np.zeros(len(cluster.pools))
+        for kind, price in zip(kinds, proof.prices.tolist(), strict=True):
+            prices[kind] = price
+        return prices
+
     def _converge(
-        self, wanted: float, hint: FloatArray | None, *, final: bool, warm: bool = False
+        self,
+        wanted: float,
+        hint: FloatArray | None,
+        *,
+        final: bool,
+        warm: bool = False,
+        before: FloatArray | None = None,
     ) -> tuple[Proof, list[Machines]]:
         """Prices and columns until they meet within a gap; with ``final`` a choice of whole pipelines as well.
 
         The prices asked for are the centre of all that may prove a better bound, by the columns known. ``warm``: the
-        ``hint`` is of about the same problem.
+        ``hint`` is of about the same problem. ``before``: prices that an older plan proves for this problem.
         """
         proof = self._proof(np.array(machine_rates(self.problem, self.columns.tables)[2]) * (1 + MARGIN))
+        if before is not None and self._best_known(self._columns(), before) <= 1:
+            older = self._proof(np.maximum(before, 1e-9 * proof.prices))
+            if tighter(self.problem, older.bound, proof.bound):
+                proof, hint, warm = older, None, True
         # The last part of the time is for whole numbers.
         pricing = self.deadline - _FOR_WHOLE * (self.deadline - self.began) if final else self.deadline
         looked, stuck = math.inf, 0
@@ -128,6 +178,7 @@ class Generation(Program):
                 least=known * (1 - 1e-6),
                 most_found=_ENOUGH,
                 tolerance=tolerance,
+                useful=self._useful_ratio(prices, proof),
                 deadline=pricing,
             )
             better = self._proof(prices * max(most, known) * (1 + MARGIN))
@@ -137,6 +188,13 @@ class Generation(Program):
                     self._report(self.incumbent, proof.bound, f"{len(self.columns.rated)} sets of machines")
             elif ratio <= known * (1 + 1e-6):
                 stuck += 1
+
+    def _useful_ratio(self, prices: FloatArray, proof: Proof) -> float:
+        """Times these prices, those that no pipeline outweighs would bound plans as they are bound already."""
+        together = price_of(self.columns.counts, prices)
+        if self.problem.objective != "throughput" or together <= 0:
+            return math.inf
+        return proof.bound / together
 
     def _centre(self, proof: Proof, sets: Sequence[Machines]) -> FloatArray:
         """Prices in the middle of those that no known column outweighs and that may prove a better bound."""
@@ -280,14 +338,22 @@ class Generation(Program):
                     self._report(objective, proof.bound, f"{len(chosen)} pipelines")
                 if relative_gap(proof.bound, objective) <= self.gap:
                     break
-            # Sets around the chosen ones that are nearly worth their price; any, while nothing is chosen.
-            share = 1 - _SLACK if best else _ANY
+            # Sets around the chosen ones that a better plan may have; around any, while nothing is chosen.
             around = dict.fromkeys(_around(best or self._linear_used(), self.columns.counts))
-            least = {machines: share * price_of(machines, proof.prices) for machines in around}
+            least = {machines: self._wanted(machines, proof, best) for machines in around}
             added = self._add(self._undecided(least, proof), least, self.deadline)
             if seconds_left(self.deadline) <= 0 or (not added and not improved):
                 break
         return best
+
+    def _wanted(self, machines: Machines, proof: Proof, chosen: Sequence[Machines]) -> float:
+        """What a set has to be worth to help: a better plan loses no more to the prices than the one chosen does."""
+        price, loss = price_of(machines, proof.prices), math.inf
+        if chosen:
+            loss = abs(proof.bound - self._objective(self._rated(chosen)))
+            if self.problem.objective == "cost":
+                loss /= max(proof.rate_usd or 0.0, 1e-30)
+        return max(_ANY * price, price - loss)
 
     def _realised(self, proof: Proof, before: list[Machines]) -> list[Machines]:
         """The best whole numbers of columns, once the pipeline of each that is chosen is known."""
@@ -298,8 +364,8 @@ class Generation(Program):
                 columns.realise(machines, tolerance=max(_FINE, self.gap / 20), near=True)
 
         while True:
-            share, over = 1 - _SLACK if before else _ANY, seconds_left(self.deadline) <= 0
-            near = [m for m in self._columns() if self._worth(m) >= share * price_of(m, proof.prices)]
+            over = seconds_left(self.deadline) <= 0
+            near = [m for m in self._columns() if self._worth(m) >= self._wanted(m, proof, before)]
             sets = list(dict.fromkeys([*near, *self._linear_used(), *before]))
             if over:
                 sets = [m for m in sets if columns.rated[m].value is not None]
@@ -344,6 +410,36 @@ class Generation(Program):
         if best is None or not math.isfinite(bound):
             return self._at_once([])
         return self._solution([columns.rated[best]], bound, Proof(costs * bound, bound).certificate())
+
+
+def _rules(plan: Plan, problem: PlacementProblem) -> bool:
+    """Whether an older plan's prices hold for a problem: the same one, but for machines that are gone.
+
+    A set of the machines that are left was one before, so that no pipeline on it outweighs its price. That the older
+    certificate is true is taken on trust, where this version made it; checking the new plan proves the bound anew.
+    """
+    old = plan.problem
+    if plan.provenance.version != __version__:
+        return False
+    calibrations = {calibration.gpu: calibration for calibration in old.calibrations}
+    if any(calibrations.get(calibration.gpu) != calibration for calibration in problem.calibrations):
+        return False
+    machines = {machine.name: machine for machine in old.cluster.instance_types}
+    pools = {pool.offer.name: pool for pool in old.cluster.pools}
+    return (
+        all(machines.get(machine.name) == machine for machine in problem.cluster.instance_types)
+        and all(
+            pool.offer.name in pools
+            and pools[pool.offer.name].offer == pool.offer
+            and pools[pool.offer.name].count >= pool.count
+            for pool in problem.cluster.pools
+        )
+        and problem.cluster.zone_links == old.cluster.zone_links
+        and problem.replace(
+            cluster=old.cluster, calibrations=old.calibrations, calibration_sha256=old.calibration_sha256
+        )
+        == old
+    )
 
 
 def _unit(pool: int, pools: int, copies: int = 1) -> Machines:

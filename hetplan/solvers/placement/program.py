@@ -21,9 +21,10 @@ from hetplan.solvers.base import OnIncumbent, Progress, Solution
 from hetplan.solvers.highs import Milp, maximise, maximise_linear
 from hetplan.solvers.placement.bound import layer_rate_bound
 from hetplan.solvers.placement.choice import better
-from hetplan.solvers.placement.columns import Columns, Machines, Rated, price_of
+from hetplan.solvers.placement.columns import Columns, Rated, price_of
 from hetplan.solvers.placement.dp_beam import DpBeam
 from hetplan.solvers.placement.even import Even
+from hetplan.solvers.placement.spaces import Machines
 
 # What proven prices and bounds leave to rounding.
 MARGIN = 2e-9
