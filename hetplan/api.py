@@ -388,7 +388,7 @@ def launch(
         raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
     if not 1024 <= first_port <= 30_000:
         raise InvalidInputError(f"first_port is 1024 to 30000, got {first_port}")
-    profile = get_engine(engine) if engine is not None else plan.problem.engine or get_engine(DEFAULT_ENGINE)
+    profile = get_engine(engine) if engine is not None else plan.placement.engine or get_engine(DEFAULT_ENGINE)
     return write_shell(plan, Path(out), profile, model=model, first_port=first_port, dry_run=dry_run)
 
 

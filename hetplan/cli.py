@@ -148,10 +148,10 @@ def optimize(
         if out is not None:
             _write(plan.save, out)
         _console.print(plan_tables(plan))
-        if free is not None and plan.problem.engine is not None:
+        if free is not None and plan.placement.engine is not None:
             change = plan.objective / free.objective - 1
             _console.print(
-                f"Within the limits of {plan.problem.engine.name}: {plan.objective_name} {plan.objective:.4g}; "
+                f"Within the limits of {plan.placement.engine.name}: {plan.objective_name} {plan.objective:.4g}; "
                 f"without them {free.objective:.4g} ({change:+.1%})"
             )
         if out is not None:
@@ -237,7 +237,7 @@ def verify(
         loaded = hp.Plan.load(plan)
         violations, confirmed = examine_plan(loaded)
         used = {offer for d in loaded.deployments for p in d.pipelines for offer in p.nodes}
-        offers = [pool.offer for pool in loaded.problem.cluster.pools if pool.offer.name in used]
+        offers = [pool.offer for pool in loaded.placement.cluster.pools if pool.offer.name in used]
         warnings = price_warnings(offers, _today(), max_age_days=max_price_age)
         for warning in warnings:
             _console.print(f"warning: {warning}")

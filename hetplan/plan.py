@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import Dtype
-from hetplan.errors import InvalidInputError, SchemaVersionError
+from hetplan.errors import InvalidInputError, SchemaVersionError, UnsupportedFeatureError
+from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import PlacementProblem
 from hetplan.units import format_bytes, format_seconds
 
@@ -124,6 +125,69 @@ class Route(Frozen):
     fraction: Share
 
 
+NotNegative = Annotated[float, Field(ge=0)]
+Number = Annotated[int, Field(ge=0)]
+
+
+class RowPrices(Frozen):
+    """Prices of the rows of an allocation problem, in dollars for a row's whole limit; what is not listed is 0.
+
+    A configuration is named by its number: the problem's ``configurations`` in their order, or where it gives none, all
+    (model, tier, tensor_parallel, pipeline_parallel) in the order of the problem's lists, the last changing first. A pair is
+    a model on a tier: model times the number of tiers plus tier.
+
+    Attributes
+    ----------
+    link : tuple of (configuration, price for each query type)
+        A type takes a pattern with the configuration no more often than there are replicas of it.
+    spared : tuple of (query type, configuration, price)
+        Where a branch pays a type's copy of the weights in any case: what its use of the configuration is spared.
+    pair_link : tuple of (pair, price for each query type)
+        A type takes a pattern with the pair no more often than its weights are stored (0 or 1).
+    load, cache : tuple of (configuration, price)
+        Its replicas hold what is put on them: compute, and memory for KV cache.
+    ttft, unserved : tuple of (query type, price)
+        Mean time to first token, and the share that may be left unserved.
+    budget, storage : float
+    """
+
+    link: tuple[tuple[Number, tuple[NotNegative, ...]], ...] = ()
+    spared: tuple[tuple[Number, Number, NotNegative], ...] = ()
+    pair_link: tuple[tuple[Number, tuple[NotNegative, ...]], ...] = ()
+    load: tuple[tuple[Number, NotNegative], ...] = ()
+    cache: tuple[tuple[Number, NotNegative], ...] = ()
+    ttft: tuple[tuple[Number, NotNegative], ...] = ()
+    unserved: tuple[tuple[Number, NotNegative], ...] = ()
+    budget: NotNegative = 0.0
+    storage: NotNegative = 0.0
+
+
+class BoundNode(Frozen):
+    """A part of all answers of an allocation problem, and how it is bounded: by its prices, or by its parts.
+
+    Attributes
+    ----------
+    prices : RowPrices or None
+        None where neither the node's own bound nor ``closed`` is needed.
+    closed : tuple of int
+        Configurations that no answer below the stated bound has here, by the prices: with one replica of it more than
+        none, they bound the node at the stated bound at least. Its parts do without them.
+    replicas : (configuration, replicas) or None
+        The node's parts are the answers with at most so many replicas of the configuration, and those with more.
+    copied : (query type, configuration) or None
+        The node's parts are the answers in which the type's copy of the configuration's weights is stored, and those in which
+        the type does not use the configuration.
+    parts : tuple of int
+        Numbers of the two nodes, in that order, each above its own; empty where the prices bound all of it.
+    """
+
+    prices: RowPrices | None = None
+    closed: tuple[Number, ...] = ()
+    replicas: tuple[Number, Number] | None = None
+    copied: tuple[Number, Number] | None = None
+    parts: tuple[Number, ...] = ()
+
+
 class Certificate(Frozen):
     """What proves the bound, for a checker that recomputes it.
 
@@ -137,6 +201,9 @@ class Certificate(Frozen):
     ``enumeration``: the same prices, which here bound the plans less tightly than is stated. The pipelines that are
     worth nearly as much as their machines are few; no set of them that the machines allow passes the stated bound.
 
+    ``tree``: of an allocation problem. Prices of its rows bound every answer in a part of them; the first node holds all
+    answers, and the nodes without parts together hold all that may cost less than the stated bound.
+
     Attributes
     ----------
     kind_weights : tuple of float
@@ -146,12 +213,15 @@ class Certificate(Frozen):
     usd_per_hour_per_request_rate : float or None
         Of the other kinds, objective "cost" only: what one request/s is worth. A machine's price times this is at least
         what the machine costs.
+    nodes : tuple of BoundNode
+        Of ``tree``.
     """
 
-    kind: Literal["layer_rate", "dual", "enumeration"]
+    kind: Literal["layer_rate", "dual", "enumeration", "tree"]
     kind_weights: tuple[Annotated[float, Field(ge=0)], ...] = ()
     pool_prices: tuple[Annotated[float, Field(ge=0)], ...] = ()
     usd_per_hour_per_request_rate: Annotated[float, Field(ge=0)] | None = None
+    nodes: tuple[BoundNode, ...] = ()
 
 
 class Provenance(Frozen):
@@ -185,12 +255,12 @@ class Plan(Frozen):
 
     Attributes
     ----------
-    problem : PlacementProblem
+    problem : PlacementProblem or AllocationProblem
         Snapshot of what was asked.
     status : "optimal" or "feasible"
         Optimal iff ``gap`` is at most 1e-6.
     objective, bound, gap : float
-        Objective in its own unit (req/s, req/s per $/h, $/h), the proven bound on it and their relative distance;
+        Objective in its own unit (req/s, req/s per $/h, $/h; $ over the horizon for an allocation), the proven bound on it and their relative distance;
         a heuristic alone leaves bound and gap None.
     requests_per_s, cost_usd_per_hour, usd_per_million_output_tokens : float
         Of all pipelines kept full: the price of the machines they use and of what they send over zone links.
@@ -199,7 +269,7 @@ class Plan(Frozen):
     """
 
     schema_version: Literal["hetplan.plan/1"] = SCHEMA
-    problem: PlacementProblem
+    problem: Annotated[PlacementProblem | AllocationProblem, Field(discriminator="kind")]
     deployments: Annotated[tuple[Deployment, ...], Field(min_length=1)]
     routes: tuple[Route, ...]
     requests_per_s: float
@@ -220,6 +290,22 @@ class Plan(Frozen):
             if route.deployment >= len(self.deployments):
                 raise ValueError(f"a route names deployment {route.deployment}; there are {len(self.deployments)}")
         return self
+
+    @property
+    def placement(self) -> PlacementProblem:
+        """The problem of a plan that places one model on machines.
+
+        Raises
+        ------
+        UnsupportedFeatureError
+            If the plan answers an allocation problem.
+        """
+        if isinstance(self.problem, AllocationProblem):
+            raise UnsupportedFeatureError(
+                "this plan answers an allocation problem, whose delays are its own table: it is verified and shown, "
+                "and its routes are a router's table; what needs one model on given machines takes a placement plan"
+            )
+        return self.problem
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (schema ``hetplan.plan/1``)."""
@@ -272,14 +358,18 @@ class Plan(Frozen):
         )
 
     def __str__(self) -> str:
+        served = f"{len(self.problem.query_types)} query types" if isinstance(self.problem, AllocationProblem) else ""
         lines = [
-            f"{self.problem.model.name}: {self.requests_per_s:.3f} req/s for {self.cost_usd_per_hour:.4f} $/h"
+            f"{served or self.placement.model.name}: {self.requests_per_s:.3f} req/s for {self.cost_usd_per_hour:.4f} $/h"
             f"{_of_egress(self)}, "
             f"{self.usd_per_million_output_tokens:.3f} $ per million output tokens",
             f"{self.status}, objective {self.objective_name} = {self.objective:.6g}"
             + ("" if self.bound is None else f", bound {self.bound:.6g}, gap {self.gap or 0:.2%}"),
         ]
-        for deployment in self.deployments:
+        for index, deployment in enumerate(self.deployments):
+            if served:
+                lines.append(_describe_routes(deployment, [r for r in self.routes if r.deployment == index]))
+                continue
             for number, pipeline in enumerate(deployment.pipelines, start=1):
                 lines += _describe_pipeline(number, pipeline)
         return "\n".join(lines)
@@ -309,6 +399,16 @@ def _pipeline_counts(plan: Plan) -> dict[str, int]:
             line = f"{deployment.model}: {describe_stages(pipeline)} on {', '.join(pipeline.nodes)}"
             counts[line] = counts.get(line, 0) + pipeline.count
     return counts
+
+
+def _describe_routes(deployment: Deployment, routes: list[Route]) -> str:
+    """One line: a model, its replicas, and which shares of which query types they serve."""
+    replicas = ", ".join(
+        f"{p.count} x {p.stages[0].instance_type} (TP {p.stages[0].tensor_parallel}, PP {len(p.stages)})"
+        for p in deployment.pipelines
+    )
+    shares = ", ".join(f"{route.query_type} {route.fraction:.1%}" for route in routes) or "nothing"
+    return f"{deployment.model} on {replicas}: {shares}"
 
 
 def _describe_pipeline(number: int, pipeline: Pipeline) -> list[str]:

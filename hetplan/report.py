@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def plan_tables(plan: Plan) -> RenderableType:
     """A plan as tables: totals, then each pipeline with its stages, memory and predictions."""
-    total = Table(title=f"Plan for {plan.problem.model.name}", show_header=False, title_justify="left")
+    total = Table(title=f"Plan for {plan.placement.model.name}", show_header=False, title_justify="left")
     total.add_column(style="bold")
     total.add_column()
     total.add_row("throughput", f"{plan.requests_per_s:.3f} req/s")
@@ -33,7 +33,7 @@ def plan_tables(plan: Plan) -> RenderableType:
     total.add_row("objective", f"{plan.objective_name} = {plan.objective:.6g} ({plan.status})")
     if plan.bound is not None and plan.gap is not None:
         total.add_row("proven bound", f"{plan.bound:.6g}, gap {plan.gap:.1%}")
-    total.add_row("solver", f"{plan.provenance.solver}, estimator {plan.problem.estimator}")
+    total.add_row("solver", f"{plan.provenance.solver}, estimator {plan.placement.estimator}")
     parts: list[RenderableType] = [total]
     for deployment in plan.deployments:
         for number, pipeline in enumerate(deployment.pipelines, start=1):
@@ -160,7 +160,7 @@ def stage_times_figure(plan: Plan) -> Figure:
     """Seconds of a micro-batch in each stage of each pipeline, prefill and decode: the slowest stage limits."""
     from matplotlib.figure import Figure as NewFigure
 
-    problem = plan.problem
+    problem = plan.placement
     estimator = make_estimator(problem)
     pipelines = [pipeline for deployment in plan.deployments for pipeline in deployment.pipelines]
     heights = [1.2 + 0.3 * len(pipeline.stages) for pipeline in pipelines]

@@ -151,7 +151,7 @@ def _sequences_or_shortfall(problem: PlacementProblem, estimator: Estimator, sta
 
 def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
     """See `hetplan.estimate`."""
-    problem = plan.problem
+    problem = plan.placement
     if workload is not None:
         # The pipelines are given: a demand that they were bought for no longer matters.
         problem = problem.replace(workload=workload, max_model_len=None, objective="throughput")

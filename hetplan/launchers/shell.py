@@ -34,7 +34,7 @@ def shell_files(
     InvalidInputError
         If a name in the plan is not fit for a command line.
     """
-    source = model_source(plan.problem.model, model)
+    source = model_source(plan.placement.model, model)
     nodes = nodes_of(plan, engine, first_port=first_port)
     files = {node.script: _script(node, source) for node in nodes}
     files["wait-ready.sh"] = _wait_ready(nodes)
@@ -140,7 +140,7 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
     ]
     heads = [node for node in nodes if node.rank == 0]
     return {
-        "model": plan.problem.model.name,
+        "model": plan.placement.model.name,
         "targets": [
             {"pipeline": node.pipeline, "address": f"${{{node.address}}}", "port": node.port, "weight": rate}
             for node, rate in zip(heads, rates, strict=True)
@@ -150,7 +150,7 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
 
 def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) -> str:
     lines = [
-        f"# {comment(plan.problem.model.name)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}",
+        f"# {comment(plan.placement.model.name)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}",
         "",
         f"{plan.requests_per_s:.3f} requests/s predicted, {plan.cost_usd_per_hour:.4f} $/h. "
         f"For {engine.name} ({engine.checked} here). Loads `{comment(model)}`; set HETPLAN_MODEL to load another path.",

@@ -82,7 +82,7 @@ def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int) -> l
     nodes = []
     for rank, node in enumerate(order):
         stages = tuple(stage for stage in pipeline.stages if stage.node == node)
-        machine = plan.problem.cluster.instance_type(stages[0].instance_type)
+        machine = plan.placement.cluster.instance_type(stages[0].instance_type)
         local = machine.provider == "local"
         nodes.append(
             Node(
@@ -119,7 +119,7 @@ def _arguments(
     local: bool,
 ) -> tuple[str, ...]:
     """Flags of one machine, each ``--flag=value``; addresses are added by the script that knows them."""
-    problem, model = plan.problem, plan.problem.model
+    problem, model = plan.placement, plan.placement.model
     flags: dict[str, str | int | None] = {
         "--served-model-name": argument(model.name, "model name"),
         "--tensor-parallel-size": stages[0].tensor_parallel,
@@ -152,9 +152,9 @@ def _arguments(
 
 
 def _step_tokens(plan: Plan, pipeline: Pipeline) -> int:
-    if plan.problem.max_num_batched_tokens is not None:
-        return plan.problem.max_num_batched_tokens
-    machines = [plan.problem.cluster.instance_type(stage.instance_type) for stage in pipeline.stages]
+    if plan.placement.max_num_batched_tokens is not None:
+        return plan.placement.max_num_batched_tokens
+    machines = [plan.placement.cluster.instance_type(stage.instance_type) for stage in pipeline.stages]
     return max(min(engine_defaults(m.gpu).max_num_batched_tokens for m in machines), pipeline.max_num_seqs)
 
 

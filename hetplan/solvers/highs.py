@@ -158,6 +158,77 @@ def maximise(
     return _result(solver)
 
 
+class GrowingLinear:
+    """A linear program to minimise that is solved again and again while columns and rows are added.
+
+    A row's price is what one unit more of its limit would save, negated: never above 0 for an upper limit.
+    """
+
+    def __init__(self) -> None:
+        self._solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        options: dict[str, Any] = {
+            "output_flag": False,
+            "log_to_console": False,
+            "threads": 1,
+            "presolve": "off",
+            "solver": "simplex",
+        }
+        for name, value in options.items():
+            self._solver.setOptionValue(name, value)
+
+    def add_rows(self, lower: NDArray[np.float64], upper: NDArray[np.float64]) -> None:
+        """Rows without terms, with their limits."""
+        none = np.zeros(0)
+        starts = np.zeros(len(lower), dtype=np.int32)
+        self._solver.addRows(len(lower), _bounds(lower), _bounds(upper), 0, starts, np.zeros(0, dtype=np.int32), none)
+
+    def add_columns(
+        self,
+        costs: NDArray[np.float64],
+        upper: NDArray[np.float64],
+        starts: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        values: NDArray[np.float64],
+    ) -> None:
+        """Columns from 0 to ``upper``; those of column c stand at ``starts[c]`` and on, up to the next start."""
+        self._solver.addCols(
+            len(costs), np.asarray(costs, dtype=np.float64), np.zeros(len(costs)), _bounds(upper), len(rows),
+            np.asarray(starts, dtype=np.int32), np.asarray(rows, dtype=np.int32), np.asarray(values, dtype=np.float64),
+        )  # fmt: skip
+
+    def add_row(self, lower: float, upper: float, columns: Sequence[int], values: Sequence[float]) -> None:
+        """A row over columns that are there."""
+        self._solver.addRow(
+            max(lower, -_INFINITY), min(upper, _INFINITY), len(columns), np.array(columns, dtype=np.int32),
+            np.array(values, dtype=np.float64),
+        )  # fmt: skip
+
+    def set_row(self, row: int, lower: float, upper: float) -> None:
+        """Other limits for one row."""
+        self._solver.changeRowBounds(row, max(lower, -_INFINITY), min(upper, _INFINITY))
+
+    def set_bounds(self, column: int, lower: float, upper: float) -> None:
+        """Other limits for one column."""
+        self._solver.changeColBounds(column, lower, min(upper, _INFINITY))
+
+    def solve(self, time_limit_s: float = math.inf) -> LinearResult | None:
+        """The optimum; None where nothing is feasible or time is over."""
+        self._solver.setOptionValue("time_limit", self._solver.getRunTime() + max(time_limit_s, 0.0))
+        self._solver.run()
+        if self._solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+            # The basis it began from can be lost to rounding: once more, without it.
+            self._solver.clearSolver()
+            self._solver.run()
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        solution = self._solver.getSolution()
+        return LinearResult(
+            objective=float(self._solver.getInfo().objective_function_value),
+            values=np.array(solution.col_value),
+            prices=np.array(solution.row_dual),
+        )
+
+
 def _program(milp: Milp, *, relaxed: bool = False) -> Any:
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = len(milp.gains), len(milp.row_lower)
@@ -175,8 +246,8 @@ def _program(milp: Milp, *, relaxed: bool = False) -> Any:
     return program
 
 
-def _bounds(values: Sequence[float]) -> NDArray[np.float64]:
-    return np.clip(np.array(values, dtype=np.float64), -_INFINITY, _INFINITY)
+def _bounds(values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.clip(np.asarray(values, dtype=np.float64), -_INFINITY, _INFINITY)
 
 
 def _result(solver: Any) -> MilpResult:

@@ -224,7 +224,7 @@ def examine_plan(plan: Plan) -> tuple[list[Violation], str | None]:
     scenes: list[_Scene] = []
 
     def set_scene() -> Iterator[Violation]:
-        problem = plan.problem
+        problem = plan.placement
         scenes.append(
             _Scene(
                 plan=plan,

@@ -266,7 +266,7 @@ class Generation(Program):
             return None
         old = dict(
             zip(
-                [pool.offer.name for pool in warm_start.problem.cluster.pools],
+                [pool.offer.name for pool in warm_start.placement.cluster.pools],
                 warm_start.certificate.pool_prices,
                 strict=False,
             )
@@ -418,7 +418,7 @@ def _rules(plan: Plan, problem: PlacementProblem) -> bool:
     A set of the machines that are left was one before, so that no pipeline on it outweighs its price. That the older
     certificate is true is taken on trust, where this version made it; checking the new plan proves the bound anew.
     """
-    old = plan.problem
+    old = plan.placement
     if plan.provenance.version != __version__:
         return False
     calibrations = {calibration.gpu: calibration for calibration in old.calibrations}

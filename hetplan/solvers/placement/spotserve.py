@@ -149,7 +149,7 @@ class SpotServe:
             "configurations": "; ".join(one.describe() for one in chosen)
         }
         if warm_start is not None:
-            same = warm_start.problem.model == problem.model
+            same = warm_start.placement.model == problem.model
             survivors = {n: machine for n, machine in enumerate(before) if n not in self.lost_machines}
             parameters |= _migration(problem, estimator, pipelines, survivors, same_weights=same)
             parameters["lost_machines"] = ",".join(map(str, self.lost_machines))
@@ -325,7 +325,7 @@ def _slots(problem: PlacementProblem, choice: PipelineChoice) -> list[_Slot]:
 
 def _old_machines(plan: Plan) -> list[_OldMachine]:
     """The machines of a plan: pipeline by pipeline, copy by copy, node by node."""
-    count = plan.problem.model.layer_count
+    count = plan.placement.model.layer_count
     machines: list[_OldMachine] = []
     for deployment in plan.deployments:
         for pipeline in deployment.pipelines:

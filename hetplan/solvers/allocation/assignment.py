@@ -1,0 +1,182 @@
+"""Who is sent where: the best shares on options that are open, and the compact program with the choice of options.
+
+The compact program is the strong form: a share needs as much of an option as the largest share that one replica can serve
+of the type, and a pair's weights are stored once, or once for each type, as decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetplan.solvers.allocation.options import FloatArray, IntArray, Options
+from hetplan.solvers.highs import Milp, maximise, maximise_linear
+
+# A share below this is none.
+NEXT_TO_NOTHING = 1e-9
+_GAP = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A whole answer: replicas (O,), shares (I, O), and what it costs over the horizon."""
+
+    replicas: IntArray
+    shares: FloatArray
+    usd: float
+
+
+def total_usd(options: Options, replicas: IntArray, shares: FloatArray) -> float:
+    """The objective of a whole answer, term by term."""
+    o = options
+    used = shares > NEXT_TO_NOTHING
+    unserved = np.maximum(1.0 - shares.sum(axis=1), 0.0)
+    if o.stored_per_type:
+        # A type's copy for each pair of model and tier that it uses.
+        queries, numbers = np.nonzero(used)
+        copies = np.unique(queries * o.pairs + o.pair[numbers])
+        stored = float(o.pair_usd[copies % o.pairs].sum()) if len(copies) else 0.0
+    else:
+        stored = float(o.pair_usd[np.unique(o.pair[replicas > 0])].sum())
+    return float(o.rent_usd @ replicas) + stored + float((o.unit_usd * shares).sum() + o.unserved_usd @ unserved)
+
+
+def assign(options: Options, replicas: Mapping[int, int], *, time_limit_s: float = math.inf) -> Assignment | None:
+    """The best shares on some replicas of some options, all of which are paid for; None where there are none.
+
+    Parameters
+    ----------
+    options : Options
+    replicas : mapping
+        Option -> replicas.
+    time_limit_s : float
+        For the choice of copies, where weights are stored for each type.
+    """
+    return choose(options, list(replicas), time_limit_s=time_limit_s, bought=replicas)
+
+
+def choose(
+    options: Options,
+    numbers: Sequence[int],
+    *,
+    time_limit_s: float,
+    gap: float = _GAP,
+    bought: Mapping[int, int] | None = None,
+    cutoff: float = math.inf,
+) -> Assignment | None:
+    """The best whole answer with some of the options; None where there is none (below ``cutoff``) or none was found.
+
+    Parameters
+    ----------
+    options : Options
+    numbers : sequence of int
+        Options that may be used.
+    time_limit_s, gap : float
+        Of the search.
+    bought : mapping, optional
+        Replicas that are chosen already.
+    cutoff : float
+        Dollars that the answer must stay below.
+    """
+    o, problem = options, options.problem
+    numbers = sorted(numbers)
+    most = o.most_replicas()
+    program = Milp()
+    integer = False
+    budget: list[tuple[int, float]] = []
+    storage: list[tuple[int, float]] = []
+    budget_left, storage_left, paid = 1.0, 1.0, 0.0
+    replica_of: dict[int, int] = {}
+    of_pair: dict[int, list[int]] = {}
+    for number in numbers:
+        of_pair.setdefault(int(o.pair[number]), []).append(number)
+    if bought is None:
+        integer = True
+        for number in numbers:
+            rent = float(o.rent_usd[number])
+            whole = program.column(0.0, float(most[number]), gain=-rent, integer=True)
+            replica_of[number] = whole
+            budget.append((whole, rent / problem.budget_usd))
+    else:
+        paid += sum(float(o.rent_usd[n]) * count for n, count in bought.items())
+    for pair, members in of_pair.items() if not o.stored_per_type else ():
+        usd, gb = float(o.pair_usd[pair]), float(o.pair_gb[pair])
+        if bought is not None:
+            paid += usd
+            storage_left -= gb / problem.storage_capacity_gb
+            continue
+        stored = program.column(0.0, 1.0, gain=-usd, integer=True)
+        budget.append((stored, usd / problem.budget_usd))
+        storage.append((stored, gb / problem.storage_capacity_gb))
+        for number in members:
+            program.row([(replica_of[number], 1.0), (stored, -float(most[number]))], most=0.0)
+    if bought is not None:
+        budget_left -= paid / problem.budget_usd
+    if not o.many and bought is None:
+        for members in of_pair.values():
+            if len(members) > 1:
+                program.row([(replica_of[number], 1.0) for number in members], most=1.0)
+    load: dict[int, list[tuple[int, float]]] = {number: [] for number in numbers}
+    cache: dict[int, list[tuple[int, float]]] = {number: [] for number in numbers}
+    share_of: list[tuple[int, int, int]] = []
+    for i in range(len(o.unserved_usd)):
+        usable = [number for number in numbers if o.most[i, number] > 0]
+        left = program.column(0.0, float(o.max_unserved[i]), gain=-float(o.unserved_usd[i]))
+        demand, delays, errors, firsts = [(left, 1.0)], [], [], []
+        if o.served:
+            delays, errors, firsts = [(left, 1.0)], [(left, 1.0)], [(left, 1.0)]
+        for number in usable:
+            part = program.column(0.0, 1.0, gain=-float(o.unit_usd[i, number]))
+            share_of.append((i, number, part))
+            demand.append((part, 1.0))
+            delays.append((part, float(o.delay[i, number])))
+            errors.append((part, float(o.error[i, number])))
+            if o.ttft is not None:
+                firsts.append((part, float(o.ttft[i, number])))
+            load[number].append((part, float(o.load[i, number])))
+            cache[number].append((part, float(o.cache[i, number])))
+            budget.append((part, float(o.storage_usd[i]) / problem.budget_usd))
+            storage.append((part, float(o.storage_gb[i]) / problem.storage_capacity_gb))
+            if bought is None:
+                program.row([(part, 1.0), (replica_of[number], -float(o.most[i, number]))], most=0.0)
+            if o.stored_per_type:
+                integer = True
+                usd, gb = float(o.pair_usd[o.pair[number]]), float(o.pair_gb[o.pair[number]])
+                copy = program.column(0.0, 1.0, gain=-usd, integer=True)
+                budget.append((copy, usd / problem.budget_usd))
+                storage.append((copy, gb / problem.storage_capacity_gb))
+                program.row([(part, 1.0), (copy, -min(1.0, float(o.most[i, number]) * float(most[number])))], most=0.0)
+        program.row(demand, least=1.0, most=1.0)
+        if problem.decisions.delay == "average":
+            program.row(delays, most=1.0)
+            if o.ttft is not None and float(o.ttft[i].max(initial=0.0)) > 0:
+                program.row(firsts, most=1.0)
+        program.row(errors, most=1.0)
+    for number in numbers:
+        for terms in (load[number], cache[number]):
+            if bought is None:
+                program.row([*terms, (replica_of[number], -1.0)], most=0.0)
+            else:
+                program.row(terms, most=float(bought[number]))
+    program.row(budget, most=budget_left)
+    program.row(storage, most=storage_left)
+    if math.isfinite(cutoff):
+        program.row([(c, -gain) for c, gain in enumerate(program.gains) if gain], most=cutoff - paid)
+    if integer:
+        found = maximise(program, time_limit_s=time_limit_s, gap=gap).values
+    else:
+        linear = maximise_linear(program)
+        found = None if linear is None else linear.values
+    if found is None:
+        return None
+    replicas = np.zeros(o.count, dtype=np.int64)
+    for number in numbers:
+        replicas[number] = bought[number] if bought is not None else round(found[replica_of[number]])
+    shares = np.zeros(o.most.shape)
+    for i, number, part in share_of:
+        if found[part] > NEXT_TO_NOTHING and replicas[number] > 0:
+            shares[i, number] = found[part]
+    return Assignment(replicas, shares, total_usd(o, replicas, shares))

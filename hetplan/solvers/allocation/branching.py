@@ -1,0 +1,240 @@
+"""Branch and price: the allocation problem to a proven gap.
+
+A node's bound is that of the linear program over patterns (`master`). Where an option is bought in part, one branch buys
+less of it and the other more; where all are whole but a type pays for part of a copy of a model, one branch bars the type
+from the option and the other pays the copy. Whole answers come from options in use, by the compact program
+(`assignment`), at the root and now and then below, and from nodes whose options are whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hetplan.solvers.allocation.assignment import Assignment, assign, choose
+from hetplan.solvers.allocation.master import Found, Master, Pattern, Pricer, Prices, Restrictions
+from hetplan.solvers.allocation.options import Options
+
+# How far from whole a number is that counts as whole.
+_WHOLE = 1e-6
+# Options with which the compact program looks for answers: beside those in use, those that cost least beside their rows.
+_NEAR = 8
+# Seconds for such a search, and nodes between two.
+_SEARCH_S, _EVERY = 1.0, 8
+# Options of the root that the tree begins with, and the patterns it keeps: cheaper than their type's price plus this share.
+_KEPT_OPTIONS, _KEPT_SHARE = 40, 0.05
+
+
+@dataclass(slots=True)
+class Node:
+    """A part of all answers, and what is known of it.
+
+    Attributes
+    ----------
+    within : Restrictions
+        What it allows, before ``closed``.
+    prices, bound
+        Prices of the rows, and what they prove of it.
+    closed : list of int
+        Options that no better answer in it has, by the same prices.
+    replicas : (int, int) or None
+        It is divided into answers with at most so many replicas of an option, and with more.
+    copy : (int, int) or None
+        It is divided into answers in which a type uses an option, and does not.
+    parts : list of Node
+        In that order.
+    """
+
+    within: Restrictions
+    prices: Prices
+    bound: float
+    closed: list[int] = field(default_factory=list)
+    replicas: tuple[int, int] | None = None
+    copy: tuple[int, int] | None = None
+    parts: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Tree:
+    """A search that can be asked how far it has come.
+
+    ``report`` is called with the best cost and the bound when either changes.
+    """
+
+    options: Options
+    gap: float
+    deadline: float
+    report: Callable[[float | None, float], None]
+    best: Assignment | None = None
+    root: Node | None = None
+    nodes: int = 0
+    bound: float = -math.inf
+
+    def search(self) -> None:
+        """Until best and bound meet within the gap, or time is over."""
+        master = Master(self.options)
+        for i in range(len(self.options.unserved_usd)):
+            master.add_pattern(Pattern(i, (-1,), (1.0,)))
+        everything = Restrictions.none(self.options)
+        found = master.solve(everything, math.inf, deadline=self.deadline)
+        if found is None:
+            return
+        root = self.root = Node(everything, found.prices, found.bound)
+        self._bounded([found.bound])
+        self._answers(found, near=0)
+        if self._done() or found.bound > master.beyond_usd / 2:
+            return
+        self._answers(found, near=_NEAR)
+        master = self._lean(master, found)
+        count = itertools.count()
+        waiting: list[tuple[float, int, Node]] = [(root.bound, next(count), root)]
+        # What is done, by its bound.
+        least_done = math.inf
+        ahead: Node | None = None
+        while waiting or ahead:
+            node = heapq.heappop(waiting)[2] if ahead is None else ahead
+            ahead = None
+            self._bounded([node.bound, least_done, *(bound for bound, _, _ in waiting[:1])])
+            if self._done() or time.monotonic() >= self.deadline:
+                return
+            if node.bound < self._cutoff():
+                found = master.solve(node.within, self._cutoff(), tolerance=self._tolerance(), deadline=self.deadline)
+                self.nodes += 1
+                if found is None:
+                    return
+                if found.bound > node.bound:
+                    node.bound, node.prices = found.bound, found.prices
+            if node.bound < self._cutoff():
+                if self.nodes % _EVERY == 1:
+                    self._answers(found, near=_NEAR)
+                self._close(node, found)
+                self._divide(node, found)
+            if not node.parts:
+                least_done = min(least_done, node.bound)
+                continue
+            more_first = node.replicas is None or found.replicas[node.replicas[0]] - node.replicas[1] > 0.5
+            nearer, other = node.parts[::-1] if more_first else node.parts
+            heapq.heappush(waiting, (other.bound, next(count), other))
+            ahead = nearer
+        self._bounded([least_done])
+
+    def _cutoff(self) -> float:
+        return math.inf if self.best is None else self.best.usd - self.gap * abs(self.best.usd)
+
+    def _tolerance(self) -> float:
+        return max(1e-7, self.gap / 10)
+
+    def _done(self) -> bool:
+        return self.best is not None and self.bound >= self._cutoff()
+
+    def _bounded(self, parts: list[float]) -> None:
+        """The bound of all parts of the tree together."""
+        bound = min([*parts, *([] if self.best is None else [self.best.usd])])
+        if bound > self.bound and math.isfinite(bound):
+            self.bound = bound
+            self.report(None if self.best is None else self.best.usd, bound)
+
+    def _take(self, answer: Assignment | None) -> None:
+        if answer is not None and (self.best is None or answer.usd < self.best.usd - 1e-9):
+            self.best = answer
+            self.report(answer.usd, self.bound)
+
+    def _answers(self, found: Found, near: int) -> None:
+        """Whole answers with the options in use, and some that are nearly worth their price."""
+        used = set(np.flatnonzero(found.replicas > _WHOLE).tolist())
+        if near:
+            spare = Pricer(self.options).one_more(found.prices)
+            used |= set(np.argsort(spare)[:near].tolist())
+        left = self.deadline - time.monotonic()
+        limit = max(min(_SEARCH_S, left / 4), 0.05)
+        self._take(choose(self.options, sorted(used), time_limit_s=limit, gap=max(self.gap / 2, 1e-7)))
+
+    def _lean(self, master: Master, root: Found) -> Master:
+        """A new program with the options and patterns that are near their price."""
+        o = self.options
+        spare = Pricer(o).one_more(root.prices)
+        kept = [n for n in master.chosen if root.replicas[n] > _WHOLE]
+        kept += [n for n in sorted(master.chosen, key=lambda n: float(spare[n]))[:_KEPT_OPTIONS] if n not in kept]
+        lean = Master(o)
+        for number in kept:
+            lean.add_option(number)
+        known = {-1, *kept}
+        tables = Pricer(o).tables(root.prices, Restrictions.none(o))
+        cheapest = [math.inf] * len(o.unserved_usd)
+        costs = []
+        for pattern in master.patterns:
+            if not known.issuperset(pattern.members):
+                costs.append(math.inf)
+                continue
+            cost, pairs = 0.0, set()
+            for number, share in zip(pattern.members, pattern.shares, strict=True):
+                cost += float(tables.fixed[pattern.query, number]) + share * float(tables.unit[pattern.query, number])
+                if number >= 0 and int(o.pair[number]) not in pairs:
+                    pairs.add(int(o.pair[number]))
+                    cost += float(tables.pair_fixed[pattern.query, number])
+            costs.append(cost)
+            cheapest[pattern.query] = min(cheapest[pattern.query], cost)
+        for pattern, cost in zip(master.patterns, costs, strict=True):
+            if pattern.members == (-1,) or cost <= cheapest[pattern.query] * (1 + _KEPT_SHARE):
+                lean.add_pattern(pattern)
+        return lean
+
+    def _close(self, node: Node, found: Found) -> None:
+        """Options that no better answer in this part of the tree has."""
+        spare = Pricer(self.options).one_more(node.prices)
+        within = node.within
+        closed = (within.least == 0) & (within.most > 0) & (node.bound + spare >= self._cutoff())
+        closed[found.replicas > _WHOLE] = False
+        node.closed = np.flatnonzero(closed).tolist()
+
+    def _divide(self, node: Node, found: Found) -> None:
+        """Parts that together hold every answer of this one; none where the best is known."""
+        o, replicas = self.options, found.replicas
+        within = replace(node.within, most=node.within.most.copy())
+        within.most[node.closed] = 0
+        down = np.floor(replicas + _WHOLE)
+        part = np.minimum(replicas - down, 1 - (replicas - down))
+        part[replicas - down < _WHOLE] = 0.0
+        if part.max(initial=0.0) > _WHOLE:
+            number = int(np.argmax(part * o.rent_usd))
+            self._split(node, within, number, int(down[number]))
+            return
+        bought = {int(n): round(replicas[n]) for n in np.flatnonzero(replicas > _WHOLE)}
+        self._take(assign(o, bought, time_limit_s=max(min(10.0, self.deadline - time.monotonic()), 0.1)))
+        if node.bound >= self._cutoff():
+            return
+        # Nothing is bought in part: what the bound leaves out are copies, or stored weights.
+        copies = Pricer(o).copy_usd * np.minimum(found.used, 1 - found.used)
+        copies[within.paid | within.barred | (found.used < _WHOLE)] = 0.0
+        open_ones = [n for n in bought if within.least[n] < bought[n]]
+        if copies.max(initial=0.0) > _WHOLE:
+            query, number = divmod(int(np.argmax(copies)), o.count)
+            barred, paid = within.barred.copy(), within.paid.copy()
+            barred[query, number], paid[query, number] = True, True
+            node.copy = (query, number)
+            node.parts = [
+                Node(replace(within, paid=paid), node.prices, node.bound),
+                Node(replace(within, barred=barred), node.prices, node.bound),
+            ]
+        elif open_ones:
+            number = max(open_ones, key=lambda n: float(o.rent_usd[n]))
+            self._split(node, within, number, bought[number] - 1)
+
+    def _split(self, node: Node, within: Restrictions, number: int, most: int) -> None:
+        """At most so many replicas of an option, and more."""
+        o = self.options
+        fewer, more, rest = within.most.copy(), within.least.copy(), within.most
+        fewer[number], more[number] = most, most + 1
+        if not o.many:
+            rest = np.where((o.pair == o.pair[number]) & (np.arange(o.count) != number), 0, rest)
+        node.replicas = (number, most)
+        node.parts = [
+            Node(replace(within, most=fewer), node.prices, node.bound),
+            Node(Restrictions(more, rest, within.barred, within.paid), node.prices, node.bound),
+        ]
