@@ -133,8 +133,8 @@ class RowPrices(Frozen):
     """Prices of the rows of an allocation problem, in dollars for a row's whole limit; what is not listed is 0.
 
     A configuration is named by its number: the problem's ``configurations`` in their order, or where it gives none, all
-    (model, tier, tensor_parallel, pipeline_parallel) in the order of the problem's lists, the last changing first. A pair is
-    a model on a tier: model times the number of tiers plus tier.
+    (model, tier, tensor_parallel, pipeline_parallel) in the order of the problem's lists, the last changing first. A
+    pair is a model on a tier: model times the number of tiers plus tier.
 
     Attributes
     ----------
@@ -175,8 +175,8 @@ class BoundNode(Frozen):
     replicas : (configuration, replicas) or None
         The node's parts are the answers with at most so many replicas of the configuration, and those with more.
     copied : (query type, configuration) or None
-        The node's parts are the answers in which the type's copy of the configuration's weights is stored, and those in which
-        the type does not use the configuration.
+        The node's parts are the answers in which the type's copy of the configuration's weights is stored, and those in
+        which the type does not use the configuration.
     parts : tuple of int
         Numbers of the two nodes, in that order, each above its own; empty where the prices bound all of it.
     """
@@ -201,8 +201,8 @@ class Certificate(Frozen):
     ``enumeration``: the same prices, which here bound the plans less tightly than is stated. The pipelines that are
     worth nearly as much as their machines are few; no set of them that the machines allow passes the stated bound.
 
-    ``tree``: of an allocation problem. Prices of its rows bound every answer in a part of them; the first node holds all
-    answers, and the nodes without parts together hold all that may cost less than the stated bound.
+    ``tree``: of an allocation problem. Prices of its rows bound every answer in a part of them; the first node holds
+    all answers, and the nodes without parts together hold all that may cost less than the stated bound.
 
     Attributes
     ----------
@@ -260,8 +260,8 @@ class Plan(Frozen):
     status : "optimal" or "feasible"
         Optimal iff ``gap`` is at most 1e-6.
     objective, bound, gap : float
-        Objective in its own unit (req/s, req/s per $/h, $/h; $ over the horizon for an allocation), the proven bound on it and their relative distance;
-        a heuristic alone leaves bound and gap None.
+        Objective in its own unit (req/s, req/s per $/h, $/h; $ over the horizon for an allocation), the proven bound on
+        it and their relative distance; a heuristic alone leaves bound and gap None.
     requests_per_s, cost_usd_per_hour, usd_per_million_output_tokens : float
         Of all pipelines kept full: the price of the machines they use and of what they send over zone links.
     egress_usd_per_hour : float
@@ -360,7 +360,8 @@ class Plan(Frozen):
     def __str__(self) -> str:
         served = f"{len(self.problem.query_types)} query types" if isinstance(self.problem, AllocationProblem) else ""
         lines = [
-            f"{served or self.placement.model.name}: {self.requests_per_s:.3f} req/s for {self.cost_usd_per_hour:.4f} $/h"
+            f"{served or self.placement.model.name}: {self.requests_per_s:.3f} req/s "
+            f"for {self.cost_usd_per_hour:.4f} $/h"
             f"{_of_egress(self)}, "
             f"{self.usd_per_million_output_tokens:.3f} $ per million output tokens",
             f"{self.status}, objective {self.objective_name} = {self.objective:.6g}"

@@ -138,7 +138,7 @@ class ServedModel(Frozen):
 
 
 class Tier(Frozen):
-    """A kind of GPU at a precision, rented one by one; ``instance_type`` and ``offer`` where it is a catalogued machine.
+    """A kind of GPU at a precision, rented one by one; ``instance_type`` and ``offer`` of a catalogued machine.
 
     ``weight_scale`` is the size of weights against 16 bits, ``error_factor`` what the precision does to error rates.
     """

@@ -1,8 +1,8 @@
 """The canonical family of allocation problems: the paper's tables, seeded, at any size.
 
-One random stream for each group of parameters (query types, models, tiers, storage), so that a change of one size leaves
-the other groups alone. Above six types the archetypes repeat with other lengths and rates; models below or above six are
-picked or interpolated on parameters; tiers beyond ten add five more kinds of GPU.
+One random stream for each group of parameters (query types, models, tiers, storage), so that a change of one group's
+range leaves the others alone. Above six types the archetypes repeat with other lengths and rates; models below or above
+six are picked or interpolated on parameters; tiers beyond ten add five more kinds of GPU.
 """
 
 from __future__ import annotations
@@ -44,14 +44,19 @@ class _Archetype:
     base_error: Range
 
 
+# Of the tables of the family; U(low, high) where two values stand.
 _ARCHETYPES = (
-    _Archetype("summarization", 512, 256, (18e3, 25e3), 1.0, 3.0, 0.04, (1e-4, 3e-4), (1e3, 1.5e3), (10, 14), (0.03, 0.05)),
+    _Archetype(
+        "summarization", 512, 256, (18e3, 25e3), 1.0, 3.0, 0.04, (1e-4, 3e-4), (1e3, 1.5e3), (10, 14), (0.03, 0.05)
+    ),
     _Archetype("code", 256, 512, (9e3, 12e3), 1.1, 6.0, 0.02, (3e-4, 6e-4), (1e3, 1.5e3), (10, 14), (0.02, 0.03)),
-    _Archetype("translation", 128, 128, (12e3, 16e3), 0.9, 1.5, 0.03, (1e-4, 3e-4), (1e3, 1.5e3), (10, 14), (0.02, 0.03)),
+    _Archetype(
+        "translation", 128, 128, (12e3, 16e3), 0.9, 1.5, 0.03, (1e-4, 3e-4), (1e3, 1.5e3), (10, 14), (0.02, 0.03)
+    ),
     _Archetype("math", 64, 256, (5e3, 8e3), 1.2, 4.0, 0.03, (5e-4, 8e-4), (1e3, 1.5e3), (10, 14), (0.05, 0.07)),
     _Archetype("image", 32, 1024, (2e3, 4e3), 1.3, 12.0, 0.06, (5e-4, 1e-3), (2e3, 3e3), (40, 60), (0.06, 0.08)),
     _Archetype("video", 48, 2048, (1e3, 3e3), 1.5, 25.0, 0.08, (5e-4, 1e-3), (2e3, 3e3), (80, 120), (0.08, 0.1)),
-)  # fmt: skip
+)
 
 # Name, parameters (10**9), weights at 16 bits (GB), KV cache (bytes a token), capability, layers.
 _MODELS: tuple[tuple[str, float, float, float, float, int], ...] = (

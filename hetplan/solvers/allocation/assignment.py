@@ -1,7 +1,7 @@
 """Who is sent where: the best shares on options that are open, and the compact program with the choice of options.
 
-The compact program is the strong form: a share needs as much of an option as the largest share that one replica can serve
-of the type, and a pair's weights are stored once, or once for each type, as decided.
+The compact program is the strong form: a share needs as much of an option as the largest share of the type that one
+replica can serve, and a pair's weights are stored once, or once for each type, as decided.
 """
 
 from __future__ import annotations

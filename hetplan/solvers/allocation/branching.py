@@ -1,8 +1,8 @@
 """Branch and price: the allocation problem to a proven gap.
 
-A node's bound is that of the linear program over patterns (`master`). Where an option is bought in part, one branch buys
-less of it and the other more; where all are whole but a type pays for part of a copy of a model, one branch bars the type
-from the option and the other pays the copy. Whole answers come from options in use, by the compact program
+A node's bound is that of the linear program over patterns (`master`). Where an option is bought in part, one branch
+buys less of it and the other more; where all are whole but a type pays for part of a copy of a model, one branch bars
+the type from the option and the other pays the copy. Whole answers come from options in use, by the compact program
 (`assignment`), at the root and now and then below, and from nodes whose options are whole.
 """
 
@@ -23,11 +23,13 @@ from hetplan.solvers.allocation.options import Options
 
 # How far from whole a number is that counts as whole.
 _WHOLE = 1e-6
-# Options with which the compact program looks for answers: beside those in use, those that cost least beside their rows.
+# Options with which the compact program looks for answers beside those in use: which cost least beside their rows.
 _NEAR = 8
-# Seconds for such a search, and nodes between two.
-_SEARCH_S, _EVERY = 1.0, 8
-# Options of the root that the tree begins with, and the patterns it keeps: cheaper than their type's price plus this share.
+# Seconds for such a search, nodes between two, and the share of all time that they take.
+_SEARCH_S, _EVERY, _SEARCH_SHARE = 1.0, 8, 0.2
+# Seconds of search that the root has for nothing.
+_FIRST_SEARCH_S = 0.1
+# Options of the root that the tree begins with, and the share above their type's price up to which it keeps patterns.
 _KEPT_OPTIONS, _KEPT_SHARE = 40, 0.05
 
 
@@ -75,6 +77,10 @@ class Tree:
     root: Node | None = None
     nodes: int = 0
     bound: float = -math.inf
+    _began: float = field(default_factory=time.monotonic)
+    _searched_s: float = -_FIRST_SEARCH_S
+    # What is proven of the answers with closed options.
+    _least_closed: float = math.inf
 
     def search(self) -> None:
         """Until best and bound meet within the gap, or time is over."""
@@ -135,7 +141,7 @@ class Tree:
 
     def _bounded(self, parts: list[float]) -> None:
         """The bound of all parts of the tree together."""
-        bound = min([*parts, *([] if self.best is None else [self.best.usd])])
+        bound = min([*parts, self._least_closed, *([] if self.best is None else [self.best.usd])])
         if bound > self.bound and math.isfinite(bound):
             self.bound = bound
             self.report(None if self.best is None else self.best.usd, bound)
@@ -151,9 +157,11 @@ class Tree:
         if near:
             spare = Pricer(self.options).one_more(found.prices)
             used |= set(np.argsort(spare)[:near].tolist())
-        left = self.deadline - time.monotonic()
-        limit = max(min(_SEARCH_S, left / 4), 0.05)
-        self._take(choose(self.options, sorted(used), time_limit_s=limit, gap=max(self.gap / 2, 1e-7)))
+        began = time.monotonic()
+        limit = min(_SEARCH_S, (self.deadline - began) / 4, _SEARCH_SHARE * (began - self._began) - self._searched_s)
+        if limit > 0:
+            self._take(choose(self.options, sorted(used), time_limit_s=limit, gap=max(self.gap / 2, 1e-7)))
+            self._searched_s += time.monotonic() - began
 
     def _lean(self, master: Master, root: Found) -> Master:
         """A new program with the options and patterns that are near their price."""
@@ -192,6 +200,8 @@ class Tree:
         closed = (within.least == 0) & (within.most > 0) & (node.bound + spare >= self._cutoff())
         closed[found.replicas > _WHOLE] = False
         node.closed = np.flatnonzero(closed).tolist()
+        if node.closed:
+            self._least_closed = min(self._least_closed, node.bound + float(spare[closed].min()))
 
     def _divide(self, node: Node, found: Found) -> None:
         """Parts that together hold every answer of this one; none where the best is known."""

@@ -2,8 +2,8 @@
 
 A column is a pattern of one type (`patterns`), a replica of an option, or the stored weights of a pair. Rows: each type
 takes one pattern in all; what takes patterns with an option is bought whole (and its weights are stored); an option's
-replicas hold what is put on them; budget and storage. Any prices of the rows that are not negative bound the problem from
-below: each type's cheapest pattern, and options and pairs that cost less than what their rows pay.
+replicas hold what is put on them; budget and storage. Any prices of the rows that are not negative bound the problem
+from below: each type's cheapest pattern, and options and pairs that cost less than what their rows pay.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from hetplan.solvers.highs import GrowingLinear
 
 # Patterns of a type that one pricing adds at most, and options.
 _PATTERNS, _OPTIONS = 8, 20
-# The part of what an option outside costs that its types are asked for; the rest tells whether it can be left out for good.
+# The part of what an option outside costs that its types are asked for; the rest tells whether it can be closed.
 _SPREAD = 0.5
 # The part of what a value lacks to the cutoff that its bound may lack to the value.
 _LOOSE = 0.1
 # What passing a limit by its whole costs, in budgets and costs of dropping all traffic.
 _BEYOND = 100.0
+# How often options outside are asked for more, before the bound is taken as it is.
+_ROUNDS = 10
+# Seconds for the first program of a node, however late it is.
+_FIRST_S = 5.0
 # A pattern is added when it is cheaper than the type's price by this share.
 _CHEAPER = 1e-7
 
@@ -36,8 +40,8 @@ class Prices:
     """Prices of the rows, none negative, for the options of a problem.
 
     ``link`` (I, O), ``pair_link`` (I, P), ``load`` and ``cache`` (O,), ``ttft`` and ``unserved`` (I,), ``budget`` and
-    ``storage`` in dollars for the whole limit. ``copy`` (I, O): what a type's use of an option is spared where its copy of
-    the weights is paid for in any case.
+    ``storage`` in dollars for the whole limit. ``copy`` (I, O): what a type's use of an option is spared where its copy
+    of the weights is paid for in any case.
     """
 
     link: FloatArray
@@ -411,9 +415,11 @@ class Master:
         best: Found | None = None
         allowed = within.most > 0
         while True:
-            found = self._lp.solve(deadline - time.monotonic())
+            # Late as it may be, the first program is solved: its prices bound something.
+            found = self._lp.solve(max(deadline - time.monotonic(), _FIRST_S if best is None else 0.0))
             if found is None:
                 return best
+            over = time.monotonic() >= deadline
             chosen = np.array(self.chosen, dtype=np.int64)
             pricer, inside = Pricer(self.options.subset(chosen)), within.subset(chosen)
             whole = self.prices(found.prices)
@@ -421,33 +427,40 @@ class Master:
             tables = pricer.tables(prices, inside)
             duals = found.prices[self._take]
             # Patterns of three options are looked for when those of fewer are all known.
-            if self._price(tables, duals, chosen, three=False)[0]:
+            if self._price(tables, duals, chosen, three=False)[0] and not over:
                 continue
             added, least = self._price(tables, duals, chosen, three=True)
             # Below the cutoff the node is divided in any case: its bound need not be close.
             loose = _LOOSE * max(cutoff - found.objective, 0.0) if cutoff < np.inf else 0.0
             near = max(tolerance * max(abs(found.objective), 1e-9), loose)
             inner = pricer.bound(prices, inside, least, tables.paid_usd)
-            if added and found.objective - inner > near and inner < cutoff:
+            if added and found.objective - inner > near and inner < cutoff and not over:
                 continue
             outside = np.setdiff1d(np.flatnonzero(allowed), chosen)
             if len(outside):
-                whole, gains = self._outside(whole, within, chosen, outside, least)
-                first = np.argsort(gains)[:_OPTIONS]
-                missing = outside[first[gains[first] < -near / 4]]
-                if len(missing) and time.monotonic() < deadline:
+                # As patterns inside: those of three when there is no other news.
+                for three in (False, True):
+                    asked, gains = self._outside(whole, within, chosen, outside, least, three=three)
+                    first = np.argsort(gains)[:_OPTIONS]
+                    missing = outside[first[gains[first] < -near / 4]]
+                    if len(missing):
+                        break
+                whole = asked
+                over = over or time.monotonic() >= deadline
+                if over or not len(missing):
+                    whole, bound, missing = self._whole_bound(whole, within, outside, gains, least, near)
+                if len(missing) and not over:
                     for number in missing.tolist():
                         self.add_option(number)
                     self.restrict(within)
                     continue
-                bound = self._whole_bound(whole, within)
             else:
                 bound = inner
             if best is None or bound > best.bound:
                 best = Found(bound, found.objective, whole, *self._used(found.values))
             if best.bound >= cutoff or found.objective - best.bound <= near:
                 break
-            if not added:
+            if not added or over:
                 break
         return best
 
@@ -468,9 +481,16 @@ class Master:
         return replicas, shares, used
 
     def _outside(
-        self, prices: Prices, within: Restrictions, chosen: IntArray, outside: IntArray, least: FloatArray
+        self,
+        prices: Prices,
+        within: Restrictions,
+        chosen: IntArray,
+        outside: IntArray,
+        least: FloatArray,
+        *,
+        three: bool,
     ) -> tuple[Prices, FloatArray]:
-        """Prices for options outside as well, such that hardly a pattern with them is cheaper, and what they cost then."""
+        """Prices for options outside too, such that hardly a pattern with them is cheaper, and what they cost then."""
         o = self.options
         pricer = Pricer(o)
         link, load = prices.link.copy(), prices.load.copy()
@@ -482,7 +502,7 @@ class Master:
                 need[i] = least[i] - cheapest_with(
                     tables.fixed[i, outside] - prices.link[i, outside], tables.unit[i, outside],
                     tables.delay[i, outside], tables.error[i, outside], tables.fixed[i, inside],
-                    tables.unit[i, inside], tables.delay[i, inside], tables.error[i, inside], least[i],
+                    tables.unit[i, inside], tables.delay[i, inside], tables.error[i, inside], least[i], three,
                 )  # fmt: skip
             return np.maximum(need, 0.0)
 
@@ -504,21 +524,55 @@ class Master:
         link[:, outside] += _SPREAD * np.maximum(gains, 0.0) * share[:, None]
         return replace(prices, link=link, load=load), gains
 
-    def _whole_bound(self, prices: Prices, within: Restrictions) -> float:
-        """The bound with every option that is allowed."""
+    def _whole_bound(
+        self,
+        prices: Prices,
+        within: Restrictions,
+        outside: IntArray,
+        gains: FloatArray,
+        inside_least: FloatArray,
+        near: float,
+    ) -> tuple[Prices, float, IntArray]:
+        """Prices and bound with every option that is allowed, and options that would have to join for a better one.
+
+        Patterns of several options outside may cost less than a type's cheapest inside: one of them is asked for the
+        difference, as long as what it costs beyond its rows pays for that.
+        """
+        o = self.options
         allowed = np.flatnonzero(within.most > 0)
-        pricer, inside, some = Pricer(self.options.subset(allowed)), within.subset(allowed), prices.subset(allowed)
+        pricer, inside = Pricer(o.subset(allowed)), within.subset(allowed)
+        place = np.full(o.count, -1, dtype=np.int64)
+        place[allowed] = np.arange(len(allowed))
+        spare = np.full(len(allowed), -np.inf)
+        spare[place[outside]] = (1 - _SPREAD) * np.maximum(gains, 0.0)
+        some = prices.subset(allowed)
         tables = pricer.tables(some, inside)
-        least = np.array(
-            [
-                cheapest_patterns(
+        least = np.empty(self._queries)
+        open_types, short = list(range(self._queries)), near / self._queries / 4
+        for _ in range(_ROUNDS):
+            still_open = []
+            for i in open_types:
+                target = inside_least[i] - short
+                least[i], members, _, costs = cheapest_patterns(
                     tables.fixed[i], tables.pair_fixed[i], tables.unit[i], tables.delay[i], tables.error[i],
-                    tables.pair, 1, 0.0, True,
-                )[0]
-                for i in range(self._queries)
-            ]
-        )  # fmt: skip
-        return pricer.bound(some, inside, least, tables.paid_usd)
+                    tables.pair, _PATTERNS, target, True,
+                )  # fmt: skip
+                for numbers, cost in zip(members.tolist(), costs.tolist(), strict=True):
+                    ones = [n for n in numbers if 0 <= n < len(allowed)]
+                    payer = max(ones, key=lambda n: float(spare[n]), default=-1)
+                    if payer >= 0 and spare[payer] > -np.inf:
+                        spare[payer] -= inside_least[i] - cost
+                        some.link[i, payer] += inside_least[i] - cost
+                        tables.fixed[i, payer] += inside_least[i] - cost
+                        still_open.append(i)
+            open_types = list(dict.fromkeys(still_open))
+            if not open_types:
+                break
+        bound = pricer.bound(some, inside, least, tables.paid_usd)
+        link = prices.link.copy()
+        link[:, allowed] = some.link
+        asked = np.flatnonzero((spare < -near / 4) & np.isfinite(spare))
+        return replace(prices, link=link), bound, allowed[asked[np.argsort(spare[asked])][:_OPTIONS]]
 
     def _price(self, tables: _Tables, duals: FloatArray, chosen: IntArray, *, three: bool) -> tuple[int, FloatArray]:
         """Add patterns that are cheaper than their type's price; how many, and each type's cheapest."""

@@ -29,6 +29,8 @@ class Options:
 
     Attributes
     ----------
+    number : (O,) int
+        Of the configuration in the problem: see `hetplan.plan.RowPrices`.
     model, tier, tensor_parallel, pipeline_parallel, gpus, pair : (O,) int
         ``pair`` numbers the pairs of model and tier that have an option, from 0.
     rent_usd : (O,) float
@@ -48,6 +50,7 @@ class Options:
     """
 
     problem: AllocationProblem
+    number: IntArray
     model: IntArray
     tier: IntArray
     tensor_parallel: IntArray
@@ -114,7 +117,7 @@ class Options:
         )
 
 
-_BY_OPTION = ("model", "tier", "tensor_parallel", "pipeline_parallel", "gpus", "pair", "rent_usd")
+_BY_OPTION = ("number", "model", "tier", "tensor_parallel", "pipeline_parallel", "gpus", "pair", "rent_usd")
 _BY_TYPE_AND_OPTION = ("unit_usd", "delay", "error", "load", "cache", "most")
 _OTHER = ("pair_gb", "pair_usd", "storage_gb", "storage_usd", "unserved_usd", "max_unserved")
 
@@ -158,6 +161,7 @@ def make_options(problem: AllocationProblem, *, prune: bool = True) -> Options:
     pair_gb = weight_gb[pairs // len(problem.tiers)] if len(pairs) else np.zeros(0)
     return Options(
         problem=problem,
+        number=columns.number[keep],
         model=model,
         tier=tier,
         tensor_parallel=tensor,
@@ -185,6 +189,7 @@ def make_options(problem: AllocationProblem, *, prune: bool = True) -> Options:
 class _Columns:
     """Configurations before any is left out: model, tier and degrees, and the tables of all."""
 
+    number: IntArray
     names: tuple[IntArray, IntArray, IntArray, IntArray]
     rent_usd: FloatArray
     delay_s: FloatArray
@@ -243,7 +248,10 @@ def _formulas(problem: AllocationProblem, prune: bool) -> _Columns:
         cache = np.where(free > 0, kv_gb * tokens / gpus * in_flight / free, np.inf)
     rent = problem.horizon_hours * tier_of["usd_per_hour"] * gpus
     names = (model, tier, tensor, pipeline)
-    return _Columns(names, rent, delay_s, token_s * prompt / tensor, load, cache, free)
+    every = [(n, m) for n in problem.tensor_parallel for m in problem.pipeline_parallel]
+    at = np.array([every.index(pair) for pair in degrees], dtype=np.int64)
+    number = (model * len(problem.tiers) + tier) * len(every) + np.tile(at, len(model) // max(len(at), 1))
+    return _Columns(number, names, rent, delay_s, token_s * prompt / tensor, load, cache, free)
 
 
 def _estimated(problem: AllocationProblem) -> _Columns:
@@ -258,7 +266,7 @@ def _estimated(problem: AllocationProblem) -> _Columns:
     delay_s, ttft_s = np.array([c.delay_s for c in given]).T, np.array([c.ttft_s for c in given]).T
     # Their capacities count with the KV cache already.
     none, fits = np.zeros_like(load), np.ones(len(given))
-    return _Columns((model, tier, tensor, pipeline), rent, delay_s, ttft_s, load, none, fits)
+    return _Columns(np.arange(len(given)), (model, tier, tensor, pipeline), rent, delay_s, ttft_s, load, none, fits)
 
 
 def _most(

@@ -195,6 +195,7 @@ def cheapest_with(
     delay: FloatArray,
     error: FloatArray,
     limit: float,
+    three: bool,
 ) -> FloatArray:
     """What the cheapest pattern costs that has a certain option, and otherwise options of a set.
 
@@ -205,6 +206,8 @@ def cheapest_with(
     fixed, unit, delay, error : (N,) float
         Of the set, as in `cheapest_patterns`, each pair apart.
     limit : float
+    three : bool
+        As in `cheapest_patterns`.
 
     Returns
     -------
@@ -247,7 +250,7 @@ def cheapest_with(
                 x = high if own_unit[k] < unit[b] else low
                 if x > _EDGE:
                     best = min(best, base + fixed[b] + x * own_unit[k] + (1 - x) * unit[b])
-            for r in range(t + 1, n):
+            for r in range(t + 1, n if three else 0):
                 c = order[r]
                 if base + fixed[b] + fixed[c] + cheapest_unit >= best:
                     break

@@ -1,0 +1,197 @@
+"""The allocation problem to a proven gap, by branch and price (`branching`).
+
+=============================  ======================================================================================
+spec's strong formulation      here
+=============================  ======================================================================================
+option o = (j, k, n, m)        `Options`
+w_o, x_io, z_ijk, u_i          replicas, shares, copies of weights, the unserved share
+Dantzig-Wolfe by type          `patterns`: supports of at most three options, mean delay and error inside
+pricing, bound, fixing         `master`: options join as they are found, prices of all rows bound the whole problem
+=============================  ======================================================================================
+
+The paper's own model, (5a) to (5k) with McCormick envelopes, is `milp.literal_model`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import ClassVar
+
+import numpy as np
+
+from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError, Reason
+from hetplan.plan import BoundNode, Certificate, Plan, RowPrices
+from hetplan.problem.allocation import AllocationProblem
+from hetplan.solvers.allocation.assignment import Assignment
+from hetplan.solvers.allocation.branching import Node, Tree
+from hetplan.solvers.allocation.master import Master, Prices
+from hetplan.solvers.allocation.options import FloatArray, IntArray, Options, make_options
+from hetplan.solvers.base import AllocationSolution, OnIncumbent, Progress, check_time_limit
+
+# Digits of a price that a certificate keeps: what is lost is far below the gap that counts as none.
+_DIGITS = 11
+
+
+class Exact:
+    """Branch and price until plan and bound meet.
+
+    Parameters
+    ----------
+    gap : float
+        Relative distance of plan and bound at which the search ends.
+    """
+
+    name: ClassVar[str] = "milp"
+
+    def __init__(self, gap: float = 1e-6) -> None:
+        if isinstance(gap, bool) or not isinstance(gap, (int, float)) or not 0 <= gap < 1:
+            raise InvalidInputError(f"gap is a number from 0 to below 1, got {gap!r}")
+        self.gap = float(gap)
+
+    def solve(
+        self,
+        problem: AllocationProblem,
+        *,
+        time_limit_s: float = 60.0,
+        seed: int = 0,
+        warm_start: Plan | None = None,
+        on_incumbent: OnIncumbent | None = None,
+    ) -> AllocationSolution:
+        """The best answer found, with its bound and certificate; see `hetplan.solvers.base.Solver`."""
+        began = time.monotonic()
+        deadline = began + check_time_limit(time_limit_s)
+        options = make_options(problem)
+        return search(options, self.gap, began, deadline, on_incumbent)
+
+
+def search(
+    options: Options,
+    gap: float,
+    began: float,
+    deadline: float,
+    on_incumbent: OnIncumbent | None,
+    first: Assignment | None = None,
+) -> AllocationSolution:
+    """Branch and price from an answer that is known, if any.
+
+    Raises
+    ------
+    InfeasibleError
+        If no answer keeps all limits.
+    NoSolutionError
+        If none was found and none ruled out.
+    """
+
+    def report(usd: float | None, bound: float) -> None:
+        if on_incumbent is not None:
+            shown = bound if math.isfinite(bound) else None
+            on_incumbent(Progress(time.monotonic() - began, usd, shown, f"{tree.nodes} nodes"))
+
+    tree = Tree(options, gap, deadline, report, best=first)
+    tree.search()
+    if tree.best is None:
+        if tree.bound > Master(options).beyond_usd / 2:
+            raise _infeasible(options)
+        raise NoSolutionError(
+            "no allocation that keeps all limits was found in time, and none is ruled out. Allow more time"
+        )
+    bound, certificate = None, None
+    if tree.root is not None and math.isfinite(tree.bound):
+        bound = min(tree.bound, tree.best.usd)
+        certificate = Certificate(kind="tree", nodes=tuple(_nodes(options, tree.root)))
+    return AllocationSolution(options, tree.best, bound, certificate, {"gap": gap})
+
+
+def _infeasible(options: Options) -> InfeasibleError:
+    """What no answer keeps: a type that must be served and cannot be, or the limits together."""
+    problem = options.problem
+    reasons = []
+    for i, query in enumerate(problem.query_types):
+        if query.max_unserved >= 1:
+            continue
+        usable = options.most[i] > 0
+        if not usable.any():
+            reasons.append(Reason("configurations", query.name, 1, 0, "configurations within its limits"))
+            continue
+        for name, shares in (("delay", options.delay), ("error", options.error)):
+            least = float(shares[i, usable].min())
+            if least > 1:
+                reasons.append(Reason(name, query.name, 1.0, least, "of its limit at best"))
+    if reasons:
+        said = "; ".join(str(reason) for reason in reasons)
+        return InfeasibleError(
+            f"not all that must be served can be: {said}. Raise its limits, or allow max_unserved above "
+            f"{max(q.max_unserved for q in problem.query_types if q.max_unserved < 1):g}",
+            reasons,
+        )
+    needed = sum(1.0 - q.max_unserved for q in problem.query_types)
+    reasons = [Reason("budget", "all query types together", needed, 0.0, "types served")]
+    return InfeasibleError(
+        f"no allocation serves what must be served within the budget of ${problem.budget_usd:g} and storage of "
+        f"{problem.storage_capacity_gb:g} GB. Raise budget_usd or max_unserved",
+        reasons,
+    )
+
+
+# ---- the certificate
+
+
+def _nodes(options: Options, root: Node) -> list[BoundNode]:
+    """The tree as the plan carries it: each node above its parts."""
+    order: list[Node] = []
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        waiting += node.parts
+    number = {id(node): index for index, node in enumerate(order)}
+    nodes = []
+    for node in order:
+        needed = not node.parts or bool(node.closed)
+        nodes.append(
+            BoundNode(
+                prices=_row_prices(options, node) if needed else None,
+                closed=tuple(options.number[node.closed].tolist()) if node.parts else (),
+                replicas=None if node.replicas is None else (int(options.number[node.replicas[0]]), node.replicas[1]),
+                copied=None if node.copy is None else (node.copy[0], int(options.number[node.copy[1]])),
+                parts=tuple(number[id(part)] for part in node.parts),
+            )
+        )
+    return nodes
+
+
+def _row_prices(options: Options, node: Node) -> RowPrices:
+    prices: Prices = node.prices
+    o = options
+    allowed = np.flatnonzero(node.within.most > 0)
+    tiers = len(o.problem.tiers)
+    pairs = {int(p): (int(o.model[n]) * tiers + int(o.tier[n])) for n, p in enumerate(o.pair.tolist())}
+    paid = np.argwhere(node.within.paid & (prices.copy > 0))
+    return RowPrices(
+        link=tuple(
+            (int(o.number[n]), _rounded(prices.link[:, n])) for n in allowed.tolist() if prices.link[:, n].any()
+        ),
+        spared=tuple((i, int(o.number[n]), _one(prices.copy[i, n])) for i, n in paid.tolist()),
+        pair_link=tuple(
+            (pairs[p], _rounded(prices.pair_link[:, p])) for p in range(o.pairs) if prices.pair_link[:, p].any()
+        ),
+        load=_listed(o.number, prices.load, allowed),
+        cache=_listed(o.number, prices.cache, allowed),
+        ttft=_listed(np.arange(len(prices.ttft)), prices.ttft, np.arange(len(prices.ttft))),
+        unserved=_listed(np.arange(len(prices.unserved)), prices.unserved, np.arange(len(prices.unserved))),
+        budget=_one(prices.budget),
+        storage=_one(prices.storage),
+    )
+
+
+def _one(value: float) -> float:
+    return float(f"{max(float(value), 0.0):.{_DIGITS}g}")
+
+
+def _rounded(values: FloatArray) -> tuple[float, ...]:
+    return tuple(_one(value) for value in values.tolist())
+
+
+def _listed(numbers: IntArray, values: FloatArray, some: IntArray) -> tuple[tuple[int, float], ...]:
+    return tuple((int(numbers[n]), _one(values[n])) for n in some.tolist() if values[n] > 0)
