@@ -14,7 +14,8 @@ Where it departs, or says what the paper does not:
 
 - The problem's `Decisions` hold throughout, so a limit on the mean of what is served leaves room for a slower or less
   accurate option only after others have made it; a limit on the time to first token counts as the delay does.
-- A larger group changes the delay of types that are there already. It is recomputed, and refused where it breaks a limit.
+- A larger group changes the delay of types that are there already. It is recomputed, and refused where it breaks a
+  limit.
 - Weights that are stored once cost nothing in the ranking of a pair that has a group, and count in the budget of the
   first phase.
 - Without M1 the smallest group that holds the weights is taken; every limit is still verified before committing, so
@@ -114,7 +115,9 @@ def greedy_assignment(
     table = make_table(options, m1=m1, m2=m2, m3=m3)
     requests = np.array([q.requests_per_hour for q in options.problem.query_types])
     order = np.argsort(-requests, kind="stable")
-    return assignment_of(options, table, construct(table, order, coverage_budget))
+    state = nothing_yet(table)
+    construct(table, state, order, coverage_budget)
+    return assignment_of(options, table, state)
 
 
 def check_switches(**switches: object) -> None:
@@ -143,13 +146,11 @@ def refuse_dropped(problem: AllocationProblem, found: Assignment) -> None:
 
 
 @compiled  # type: ignore[untyped-decorator, unused-ignore]
-def construct(table: Table, order: IntArray, coverage_budget: float) -> State:
-    """Both phases, with the types of the second in an order."""
-    state = nothing_yet(table)
+def construct(table: Table, state: State, order: IntArray, coverage_budget: float) -> None:
+    """Both phases, from an empty state, with the types of the second in an order."""
     open_for_coverage(table, state, coverage_budget)
     for i in order:
         serve(table, state, i, False, -1)
-    return state
 
 
 @compiled  # type: ignore[untyped-decorator, unused-ignore]
@@ -160,13 +161,13 @@ def open_for_coverage(table: Table, state: State, coverage_budget: float) -> Non
     level = np.full((types, pairs), -1)
     for i in range(types):
         for p in range(pairs):
-            if table.error[i, table.at[p, 0]] <= 1 + SLACK:
+            if table.uses[i, table.at[p, 0]].error <= 1 + SLACK:
                 level[i, p] = wanted_level(table, state, i, p)
     uncovered = np.ones(types, np.bool_)
     while uncovered.any() and state.totals[0] + state.totals[2] < coverage_budget * table.budget_usd:
         best, best_level, most = -1, -1, 0.0
         for p in range(pairs):
-            if state.level[p] >= 0:
+            if state.pairs[p].level >= 0:
                 continue
             covered, highest = 0, -1
             for i in range(types):
@@ -177,9 +178,9 @@ def open_for_coverage(table: Table, state: State, coverage_budget: float) -> Non
                 continue
             rent = table.rent_usd[table.at[p, highest]]
             if not table.per_type:
-                if state.totals[1] + table.pair_gb[p] > table.capacity_gb:
+                if state.totals[1] + table.pairs[p].gb > table.capacity_gb:
                     continue
-                if state.totals[0] + state.totals[2] + rent + table.pair_usd[p] > table.budget_usd:
+                if state.totals[0] + state.totals[2] + rent + table.pairs[p].usd > table.budget_usd:
                     continue
             elif state.totals[0] + rent > table.budget_usd:
                 continue
@@ -205,8 +206,8 @@ def serve(table: Table, state: State, i: int, only_open: bool, barred: int) -> N
     barred : int
         A pair that may not serve it; -1 for none.
     """
-    pairs = state.level.size
-    if state.left[i] <= NOTHING:
+    pairs = state.pairs.size
+    if state.types[i].left <= NOTHING:
         return
     candidates = np.empty(pairs, np.int64)
     levels = np.empty(pairs, np.int64)
@@ -214,7 +215,7 @@ def serve(table: Table, state: State, i: int, only_open: bool, barred: int) -> N
     partial = np.zeros(pairs, np.bool_)
     count = 0
     for p in range(pairs):
-        now = state.level[p]
+        now = state.pairs[p].level
         if p == barred or (only_open and now < 0):
             continue
         level = wanted_level(table, state, i, p)
@@ -225,12 +226,12 @@ def serve(table: Table, state: State, i: int, only_open: bool, barred: int) -> N
             continue
         o = table.at[p, level]
         rent = table.rent_usd[o] - (table.rent_usd[table.at[p, now]] if now >= 0 else 0.0)
-        stored = new_copies(table, state, i, p) * table.pair_usd[p] + table.storage_usd[i]
-        usd = rent + table.ranked_storage * stored + table.unit_usd[i, o] - table.storage_usd[i]
+        stored = new_copies(table, state, i, p) * table.pairs[p].usd + table.types[i].storage_usd
+        usd = rent + table.ranked_storage * stored + table.uses[i, o].unit_usd - table.types[i].storage_usd
         candidates[count], levels[count] = p, level
         if table.m2:
             dollars[count] = usd / covers
-            partial[count] = covers < state.left[i] - _LESS
+            partial[count] = covers < state.types[i].left - _LESS
         else:
             dollars[count] = usd
         count += 1
@@ -239,7 +240,7 @@ def serve(table: Table, state: State, i: int, only_open: bool, barred: int) -> N
         for c in order:
             if partial[c] != part:
                 continue
-            if state.left[i] <= NOTHING:
+            if state.types[i].left <= NOTHING:
                 return
             p, level = candidates[c], levels[c]
             x = effective_coverage(table, state, i, p, level)
