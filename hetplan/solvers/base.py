@@ -12,12 +12,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hetplan.errors import InvalidInputError, UnknownNameError, nearest_names
 from hetplan.estimator.pipeline import StageShape
 from hetplan.plan import Certificate, Plan
 from hetplan.problem.placement import PlacementProblem
+
+if TYPE_CHECKING:
+    from hetplan.problem.allocation import AllocationProblem
+    from hetplan.solvers.allocation.assignment import Assignment
+    from hetplan.solvers.allocation.options import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,20 @@ class Solution:
 
     pipelines: tuple[PipelineChoice, ...]
     objective: float
+    bound: float | None = None
+    certificate: Certificate | None = None
+    parameters: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationSolution:
+    """What a solver found for an allocation problem: an assignment over options, and the bound it has proven, if any.
+
+    ``bound`` is in dollars over the horizon, as the assignment's own ``usd``: no plan costs less.
+    """
+
+    options: Options
+    assignment: Assignment
     bound: float | None = None
     certificate: Certificate | None = None
     parameters: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
@@ -95,6 +114,24 @@ class Solver(Protocol):
         ...
 
 
+class AllocationSolver(Protocol):
+    """What every solver of allocation problems offers: as `Solver`, the objective being dollars over the horizon."""
+
+    name: ClassVar[str]
+
+    def solve(
+        self,
+        problem: AllocationProblem,
+        *,
+        time_limit_s: float = 60.0,
+        seed: int = 0,
+        warm_start: Plan | None = None,
+        on_incumbent: OnIncumbent | None = None,
+    ) -> AllocationSolution:
+        """Solve a problem; arguments and errors as of `Solver.solve`."""
+        ...
+
+
 _SOLVERS: dict[str, tuple[str, str]] = {
     "alpaserve": ("hetplan.solvers.placement.alpaserve", "AlpaServe"),
     "auto": ("hetplan.solvers.placement.auto", "Auto"),
@@ -105,6 +142,12 @@ _SOLVERS: dict[str, tuple[str, str]] = {
     "hexgen": ("hetplan.solvers.placement.hexgen", "HexGen"),
     "spotserve": ("hetplan.solvers.placement.spotserve", "SpotServe"),
 }
+_ALLOCATION_SOLVERS: dict[str, tuple[str, str]] = {
+    "agh": ("hetplan.solvers.allocation.adaptive", "Agh"),
+    "auto": ("hetplan.solvers.allocation.auto", "Auto"),
+    "gh": ("hetplan.solvers.allocation.greedy", "Gh"),
+    "milp": ("hetplan.solvers.allocation.exact", "Exact"),
+}
 
 
 def solver_names() -> list[str]:
@@ -112,8 +155,13 @@ def solver_names() -> list[str]:
     return sorted(_SOLVERS)
 
 
+def allocation_solver_names() -> list[str]:
+    """Names of the solvers of allocation problems."""
+    return sorted(_ALLOCATION_SOLVERS)
+
+
 def get_solver(name: str, **parameters: Any) -> Solver:
-    """A solver by name, with its own parameters.
+    """A placement solver by name, with its own parameters.
 
     Raises
     ------
@@ -122,20 +170,30 @@ def get_solver(name: str, **parameters: Any) -> Solver:
     InvalidInputError
         If it does not take a parameter, or not that value.
     """
-    if not isinstance(name, str) or name not in _SOLVERS:
-        raise UnknownNameError("solver", str(name), _SOLVERS, f"There are: {', '.join(solver_names())}.")
-    module, class_name = _SOLVERS[name]
+    solver: Solver = _registered(_SOLVERS, "solver", name, parameters)
+    return solver
+
+
+def get_allocation_solver(name: str, **parameters: Any) -> AllocationSolver:
+    """A solver of allocation problems by name, with its own parameters; errors as of `get_solver`."""
+    solver: AllocationSolver = _registered(_ALLOCATION_SOLVERS, "allocation solver", name, parameters)
+    return solver
+
+
+def _registered(registry: Mapping[str, tuple[str, str]], what: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    if not isinstance(name, str) or name not in registry:
+        raise UnknownNameError(what, str(name), registry, f"There are: {', '.join(sorted(registry))}.")
+    module, class_name = registry[name]
     kind = getattr(import_module(module), class_name)
     known = [p for p in inspect.signature(kind).parameters if p not in ("args", "kwargs")]
     for parameter in parameters:
         if parameter not in known:
             nearest = ", ".join(nearest_names(parameter, known)) or ", ".join(known) or "none"
             raise InvalidInputError(
-                f"unknown argument {parameter!r}: neither an argument of optimize nor an option of solver {name!r} "
+                f"unknown argument {parameter!r}: neither an argument of optimize nor an option of {what} {name!r} "
                 f"(its options: {nearest})"
             )
-    solver: Solver = kind(**parameters)
-    return solver
+    return kind(**parameters)
 
 
 def check_count(value: object, name: str, most: int = 10_000) -> int:

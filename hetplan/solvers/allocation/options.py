@@ -209,11 +209,10 @@ def _formulas(problem: AllocationProblem, prune: bool) -> _Columns:
             if n > best.get(n * m, (0, 0))[0]:
                 best[n * m] = (n, m)
         degrees = [best[gpus] for gpus in sorted(best)]
-    grid = np.array(
-        [(j, k, n, m) for j in range(len(problem.models)) for k in range(len(problem.tiers)) for n, m in degrees],
-        dtype=np.int64,
-    ).reshape(-1, 4)
-    model, tier, tensor, pipeline = grid.T
+    model, tier, degree = np.indices((len(problem.models), len(problem.tiers), len(degrees)), dtype=np.int64).reshape(
+        3, -1
+    )
+    tensor, pipeline = np.array(degrees, dtype=np.int64)[degree].T
     gpus = tensor * pipeline
     queries = problem.query_types
     tier_of = {
