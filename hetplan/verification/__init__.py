@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from hetplan.verification.placement import Violation, confirmed_bound, examine_plan, verify_plan
+from hetplan.verification.examine import confirmed_bound, examine_plan, verify_plan
+from hetplan.verification.findings import Violation
 
 __all__ = ["Violation", "confirmed_bound", "examine_plan", "verify_plan"]

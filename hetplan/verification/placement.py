@@ -10,136 +10,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any
 
-from pydantic import field_validator
-
-from hetplan.base import Frozen
 from hetplan.catalog.dtypes import DTYPE_BITS, Dtype
 from hetplan.catalog.engines import LIMITS, LimitName
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Offer, Pool, ZoneLink
-from hetplan.errors import InvalidInputError
 from hetplan.estimator.base import Estimator, Phase, make_estimator
-from hetplan.plan import OPTIMALITY_GAP, Certificate, Pipeline, Plan, Prediction, Stage
+from hetplan.plan import Certificate, Pipeline, Plan, Prediction, Stage
 from hetplan.problem.placement import PlacementProblem
 from hetplan.units import BITS_PER_BYTE, GB, SECONDS_PER_HOUR
 from hetplan.verification.certificate import Proven, allowed_degrees, layer_rate_bound
-
-# Sums of the same numbers in another order differ by less than this.
-_TOLERANCE = 1e-9
+from hetplan.verification.findings import (
+    COMMON,
+    OF_PLACEMENT,
+    SAME,
+    Violation,
+    check_status,
+    close,
+    found,
+    guarded,
+)
 
 _UNITS = {"throughput": "req/s", "throughput_per_cost": "req/s per $/h", "cost": "$/h"}
 
-# Every code, and what it means; {value} and {limit} are the violation's.
-MEANINGS: dict[str, str] = {
-    "malformed": "{value}; a plan has {limit}",
-    "check_failed": "could not be checked: {value}; needed: {limit}",
-    "calibration_missing": "{value} is in the cluster without a calibration; needed: {limit}",
-    "calibration_repeated": "{value} calibrations of one GPU; at most {limit}",
-    "calibration_digest_missing": "the plan states the sha256 {value}; the calibration has {limit}",
-    "calibration_changed": "the plan states the sha256 {value}; the calibration's content has {limit}",
-    "price_not_positive": "costs {value} $/h; a price is above {limit}",
-    "promise_not_checkable": "{value} cannot be checked; what can: {limit}",
-    "model_differs": "serves {value}; the problem asks for {limit}",
-    "role_not_supported": "a pipeline in the role {value}; placement knows {limit}",
-    "layers_missing": "goes on at layer {value}; layer {limit} comes next and is nowhere",
-    "layers_overlap": "starts at layer {value}; the layers before {limit} are placed already",
-    "layers_outside_model": "ends at layer {value}; the model has {limit}",
-    "stage_empty": "holds {value} layers; a stage has at least {limit}",
-    "instance_type_unknown": "runs on {value}; the cluster has {limit}",
-    "tensor_parallel_invalid": "tensor-parallel degree {value}; the model and the machine allow {limit}",
-    "gpu_count_differs": "{value} GPUs; its tensor-parallel degree is {limit}",
-    "gpu_outside_node": "uses GPU {value}; the machine's last is {limit}",
-    "gpu_used_twice": "uses GPU {value}, which {limit} has",
-    "compute_dtype_differs": "states {value}; its GPU multiplies in {limit}",
-    "node_unknown": "runs on node {value}; the pipeline's last is {limit}",
-    "node_unused": "{value} stages run on it; a machine that is paid for has at least {limit}",
-    "offer_unknown": "{value} is not offered; the cluster offers {limit}",
-    "offer_of_other_type": "runs on a {value}; the node's offer is for a {limit}",
-    "node_visited_twice": "its stages are {value} of the pipeline; a node's stages follow one another: {limit}",
-    "regions_mixed": "its neighbour is in {limit}, it is in {value}; a pipeline crosses regions by zone links alone",
-    "engine_limit_broken": "{value}; the engine asks that {limit}",
-    "inventory_exceeded": "the plan uses {value} machines; the cluster has {limit}",
-    "weights_do_not_fit": "weights, activations and the engine take {value} bytes a GPU; usable are {limit}",
-    "weight_bytes_differ": "states {value} bytes of weights a GPU; the estimator gives {limit}",
-    "weight_bytes_not_of_matrices": "states {value} bytes of weights a GPU; its matrices add up to {limit}",
-    "activation_bytes_differ": "states {value} bytes of activations a GPU; the estimator gives {limit}",
-    "kv_cache_bytes_differ": "states {value} bytes of KV cache a GPU; what is left for it is {limit}",
-    "kv_cache_too_small": "the sequences in flight take {value} bytes a GPU; the KV cache has {limit}",
-    "longest_request_does_not_fit": "the longest request takes {value} bytes a GPU; the KV cache has {limit}",
-    "max_model_len_too_short": "serves requests of up to {value} tokens; the problem asks for {limit}",
-    "max_model_len_beyond_model": "serves requests of up to {value} tokens; the model handles {limit}",
-    "batch_limit_exceeded": "keeps {value} sequences in flight; its engines take {limit}",
-    "micro_batch_differs": "has micro-batches of {value}; its stages share its sequences as {limit}",
-    "prediction_differs": "states {value}; recomputed: {limit}",
-    "band_excludes_value": "predicts {value} outside its own band {limit}",
-    "slo_broken": "{value} s; the hard limit is {limit} s",
-    "pipeline_cost_differs": "states {value} $/h; its machines and its egress cost {limit}",
-    "pipeline_egress_differs": "states {value} $/h of egress; what it sends over zone links costs {limit}",
-    "plan_rate_differs": "states {value} req/s; its pipelines add up to {limit}",
-    "plan_cost_differs": "states {value} $/h; its machines and its egress cost {limit}",
-    "plan_egress_differs": "states {value} $/h of egress; what its pipelines send over zone links costs {limit}",
-    "token_price_differs": "states {value} $ per million output tokens; recomputed: {limit}",
-    "demand_not_met": "serves {value} req/s; the workload brings {limit}",
-    "route_fractions": "the fractions of its routes sum to {value}; they must sum to {limit}",
-    "route_query_type_unknown": "routes {value}; the workload has {limit}",
-    "route_deployment_unknown": "leads to deployment {value}; the plan's last is {limit}",
-    "objective_name_differs": "the plan's objective is {value}; the problem's is {limit}",
-    "objective_differs": "states {value}; recomputed: {limit}",
-    "bound_incomplete": "the plan gives {value}; bound, gap and certificate come together: {limit}",
-    "bound_on_wrong_side": "the bound {value} contradicts the objective {limit}, which a plan reaches",
-    "gap_differs": "states a gap of {value}; bound and objective are {limit} apart",
-    "status_differs": "claims to be {value}; its gap makes it {limit}",
-    "certificate_invalid": "{value}; needed: {limit}",
-    "certificate_does_not_cover": "tensor-parallel degree {value}; the certificate counts {limit} only",
-    "bound_not_proven": "the bound is {value}; the certificate proves {limit}",
-}
-
-
-class Violation(Frozen):
-    """One way in which a plan is unsound.
-
-    Attributes
-    ----------
-    code : str
-        What kind of fault it is.
-    where : str
-        The part of the plan, as a path such as ``deployments[0].pipelines[1].stages[0]``.
-    value, limit : str or float
-        What the plan has and what it should have or may have at most.
-    """
-
-    code: str
-    where: str
-    value: str | float
-    limit: str | float
-
-    @field_validator("value", "limit", mode="before")
-    @classmethod
-    def _spell_out(cls, value: Any) -> str | float:
-        """Numbers as they are; infinities, NaN and anything else as text, so that a finding can always be stated."""
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
-        return str(value)
-
-    def __str__(self) -> str:
-        meaning = MEANINGS.get(self.code, "{value}; the limit is {limit}")
-        return f"{self.where}: {meaning.format(value=_shown(self.value), limit=_shown(self.limit))} [{self.code}]"
-
-
-def _shown(value: str | float) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.12g}"
-
-
-def _found(code: str, where: str, value: object, limit: object) -> Violation:
-    return Violation.from_dict({"code": code, "where": where, "value": value, "limit": limit})
+# Every code that a plan of this kind can break.
+MEANINGS = COMMON | OF_PLACEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,37 +89,21 @@ class _Scene:
         return self.known_figures[where]
 
 
-def verify_plan(plan: Plan) -> list[Violation]:
-    """Check a plan against its own problem.
+def examine_placement(plan: Plan, well_formed: bool) -> tuple[list[Violation], list[str]]:
+    """What is wrong with a plan that places one model, and which bound of it is proven.
 
     Parameters
     ----------
     plan : Plan
-        Also one whose fields were changed without being checked.
+    well_formed : bool
+        Every field is within its own limits. How long the proof takes is bounded only then; otherwise it is left out.
 
     Returns
     -------
-    list of Violation
-        Empty when the plan is sound. A fault often shows in several places: changed layers also change times.
+    violations : list of Violation
+    confirmed : list of str
+        What is proven, as a phrase; empty where nothing is.
     """
-    return examine_plan(plan)[0]
-
-
-def confirmed_bound(plan: Plan) -> str | None:
-    """Which bound of the plan is proven and by what, as a phrase; None without a proven bound."""
-    return examine_plan(plan)[1]
-
-
-def examine_plan(plan: Plan) -> tuple[list[Violation], str | None]:
-    """What `verify_plan` and `confirmed_bound` say, at the cost of one."""
-    found: list[Violation] = []
-    try:
-        # A fresh copy has no cached values of an earlier state.
-        plan = Plan.from_dict(plan.model_dump(warnings=False))
-    except Exception as error:
-        lines = str(error).splitlines() if isinstance(error, InvalidInputError) else [repr(error)]
-        found += [_found("malformed", "plan", line, "valid fields") for line in lines]
-    malformed = bool(found)
     scenes: list[_Scene] = []
 
     def set_scene() -> Iterator[Violation]:
@@ -237,32 +120,14 @@ def examine_plan(plan: Plan) -> tuple[list[Violation], str | None]:
         )
         yield from ()
 
-    found += _guarded("problem", "a readable problem", set_scene)
+    violations = guarded("problem", "a readable problem", set_scene)
     for scene in scenes:
-        found += _guarded("deployments", "readable pipelines", _check_pipelines, scene)
+        violations += guarded("deployments", "readable pipelines", _check_pipelines, scene)
         for needed, check in _CHECKS.items():
-            found += _guarded("plan", needed, check, scene)
-        # How long the proof takes is bounded only where every field is within its own limits.
-        if not malformed:
-            found += _guarded("certificate", "a certificate", _check_certificate, scene)
-    confirmed = [phrase for scene in scenes for phrase in scene.confirmed]
-    return list(dict.fromkeys(found)), confirmed[0] if confirmed else None
-
-
-def _guarded(where: str, needed: str, check: Callable[..., Iterable[Violation]], *arguments: Any) -> list[Violation]:
-    """What a check finds; an exception inside it is a finding too, since a damaged plan can break any assumption."""
-    found: list[Violation] = []
-    try:
-        for violation in check(*arguments):
-            found.append(violation)
-    except Exception as error:
-        found.append(_found("check_failed", where, f"{type(error).__name__}: {error}", needed))
-    return found
-
-
-def _close(one: float, other: float) -> bool:
-    """Equal up to rounding; false for NaN."""
-    return math.isclose(one, other, rel_tol=_TOLERANCE)
+            violations += guarded("plan", needed, check, scene)
+        if well_formed:
+            violations += guarded("certificate", "a certificate", _check_certificate, scene)
+    return violations, [phrase for scene in scenes for phrase in scene.confirmed]
 
 
 # ---- the problem
@@ -272,19 +137,19 @@ def _check_calibrations(scene: _Scene) -> Iterator[Violation]:
     stated = scene.problem.calibration_sha256
     counts = Counter(calibration.gpu for calibration in scene.problem.calibrations)
     for gpu in sorted({machine.gpu.name for machine in scene.machines.values()} - counts.keys()):
-        yield _found("calibration_missing", "problem.calibrations", gpu, "one for each GPU")
+        yield found("calibration_missing", "problem.calibrations", gpu, "one for each GPU")
     for gpu, count in counts.items():
         if count > 1:
-            yield _found("calibration_repeated", f"problem.calibrations.{gpu}", count, 1)
+            yield found("calibration_repeated", f"problem.calibrations.{gpu}", count, 1)
     for calibration in scene.problem.calibrations:
         where, digest = f"problem.calibration_sha256.{calibration.gpu}", calibration.sha256
         if calibration.gpu not in stated:
-            yield _found("calibration_digest_missing", where, "none", digest)
+            yield found("calibration_digest_missing", where, "none", digest)
         elif stated[calibration.gpu] != digest:
-            yield _found("calibration_changed", where, stated[calibration.gpu], digest)
+            yield found("calibration_changed", where, stated[calibration.gpu], digest)
     for gpu in sorted(stated.keys() - counts.keys()):
         where = f"problem.calibration_sha256.{gpu}"
-        yield _found("calibration_changed", where, stated[gpu], "no content")
+        yield found("calibration_changed", where, stated[gpu], "no content")
 
 
 def _check_offers(scene: _Scene) -> Iterator[Violation]:
@@ -292,26 +157,26 @@ def _check_offers(scene: _Scene) -> Iterator[Violation]:
         where, price = f"problem.cluster.{name}", pool.offer.price_usd_per_hour
         free = price is None and pool.offer.market == "owned"
         if not free and (price is None or not price > 0):
-            yield _found("price_not_positive", where, price, 0)
+            yield found("price_not_positive", where, price, 0)
         if pool.offer.instance_type not in scene.machines:
-            yield _found("instance_type_unknown", where, pool.offer.instance_type, ", ".join(scene.machines))
+            yield found("instance_type_unknown", where, pool.offer.instance_type, ", ".join(scene.machines))
 
 
 def _check_promises(scene: _Scene) -> Iterator[Violation]:
     """Promises that this checker cannot confirm are findings: silence would confirm them."""
     slo = scene.problem.slo
     if slo is not None and slo.percentile is not None:
-        yield _found("promise_not_checkable", "problem.slo", f"the percentile {slo.percentile:g}", "means")
+        yield found("promise_not_checkable", "problem.slo", f"the percentile {slo.percentile:g}", "means")
     for query in scene.problem.workload.query_types:
         if query.slo is not None:
             where = f"problem.workload.{query.name}"
-            yield _found("promise_not_checkable", where, "a query type's own Slo", "the problem's Slo")
+            yield found("promise_not_checkable", where, "a query type's own Slo", "the problem's Slo")
 
 
 def _check_deployments(scene: _Scene) -> Iterator[Violation]:
     for d, deployment in enumerate(scene.plan.deployments):
         if deployment.model != scene.model.name:
-            yield _found("model_differs", f"deployments[{d}]", deployment.model, scene.model.name)
+            yield found("model_differs", f"deployments[{d}]", deployment.model, scene.model.name)
 
 
 def _check_inventory(scene: _Scene) -> Iterator[Violation]:
@@ -321,7 +186,7 @@ def _check_inventory(scene: _Scene) -> Iterator[Violation]:
             used[name] += pipeline.count
     for name, count in used.items():
         if name in scene.pools and count > scene.pools[name].count:
-            yield _found("inventory_exceeded", f"problem.cluster.{name}", count, scene.pools[name].count)
+            yield found("inventory_exceeded", f"problem.cluster.{name}", count, scene.pools[name].count)
 
 
 # ---- pipelines: structure
@@ -330,27 +195,27 @@ def _check_inventory(scene: _Scene) -> Iterator[Violation]:
 def _check_pipelines(scene: _Scene) -> Iterator[Violation]:
     for where, pipeline in scene.pipelines():
         for needed, check in _PIPELINE_CHECKS.items():
-            yield from _guarded(where, needed, check, scene, where, pipeline)
+            yield from guarded(where, needed, check, scene, where, pipeline)
 
 
 def _check_layers(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
     if pipeline.role != "both":
-        yield _found("role_not_supported", where, pipeline.role, "both")
+        yield found("role_not_supported", where, pipeline.role, "both")
     total, expected = scene.model.layer_count, 0
     for s, stage in enumerate(pipeline.stages):
         here = f"{where}.stages[{s}]"
         start, stop = stage.layers
         if stop <= start:
-            yield _found("stage_empty", here, stop - start, 1)
+            yield found("stage_empty", here, stop - start, 1)
         if stop > total:
-            yield _found("layers_outside_model", here, stop, total)
+            yield found("layers_outside_model", here, stop, total)
         if start > expected:
-            yield _found("layers_missing", here, start, expected)
+            yield found("layers_missing", here, start, expected)
         if start < expected:
-            yield _found("layers_overlap", here, start, expected)
+            yield found("layers_overlap", here, start, expected)
         expected = stop
     if expected < total:
-        yield _found("layers_missing", where, "its end", expected)
+        yield found("layers_missing", where, "its end", expected)
 
 
 def _check_nodes(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
@@ -358,17 +223,17 @@ def _check_nodes(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Viol
     for n, name in enumerate(pipeline.nodes):
         here = f"{where}.nodes[{n}]"
         if stages_on[n] == 0:
-            yield _found("node_unused", here, 0, 1)
+            yield found("node_unused", here, 0, 1)
         if name not in scene.pools:
-            yield _found("offer_unknown", here, name, ", ".join(scene.pools))
+            yield found("offer_unknown", here, name, ", ".join(scene.pools))
     for s, stage in enumerate(pipeline.stages):
         here = f"{where}.stages[{s}]"
         if not 0 <= stage.node < len(pipeline.nodes):
-            yield _found("node_unknown", here, stage.node, len(pipeline.nodes) - 1)
+            yield found("node_unknown", here, stage.node, len(pipeline.nodes) - 1)
             continue
         pool = scene.pools.get(pipeline.nodes[stage.node])
         if pool is not None and pool.offer.instance_type != stage.instance_type:
-            yield _found("offer_of_other_type", here, stage.instance_type, pool.offer.instance_type)
+            yield found("offer_of_other_type", here, stage.instance_type, pool.offer.instance_type)
 
 
 def _check_order(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
@@ -379,7 +244,7 @@ def _check_order(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Viol
     for node, stages in stages_on.items():
         if stages[-1] - stages[0] >= len(stages):
             consecutive = list(range(stages[0], stages[0] + len(stages)))
-            yield _found("node_visited_twice", f"{where}.nodes[{node}]", stages, consecutive)
+            yield found("node_visited_twice", f"{where}.nodes[{node}]", stages, consecutive)
 
 
 def _offers(scene: _Scene, pipeline: Pipeline) -> list[Offer | None]:
@@ -412,7 +277,7 @@ def _check_regions(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vi
             continue
         if (one.provider, one.region) != (other.provider, other.region):
             places = (f"{offer.provider}/{offer.region}" for offer in (other, one))
-            yield _found("regions_mixed", f"{where}.stages[{s}]", *places)
+            yield found("regions_mixed", f"{where}.stages[{s}]", *places)
 
 
 def _check_groups(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
@@ -422,23 +287,23 @@ def _check_groups(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
         for gpu in stage.gpu_indices:
             owner = owners.setdefault((stage.node, gpu), f"stages[{s}]")
             if owner != f"stages[{s}]" or stage.gpu_indices.count(gpu) > 1:
-                yield _found("gpu_used_twice", here, gpu, owner)
+                yield found("gpu_used_twice", here, gpu, owner)
         if len(stage.gpu_indices) != stage.tensor_parallel:
-            yield _found("gpu_count_differs", here, len(stage.gpu_indices), stage.tensor_parallel)
+            yield found("gpu_count_differs", here, len(stage.gpu_indices), stage.tensor_parallel)
         machine = scene.machines.get(stage.instance_type)
         if machine is None:
-            yield _found("instance_type_unknown", here, stage.instance_type, ", ".join(scene.machines))
+            yield found("instance_type_unknown", here, stage.instance_type, ", ".join(scene.machines))
             continue
         for gpu in stage.gpu_indices:
             if not 0 <= gpu < machine.gpu_count:
-                yield _found("gpu_outside_node", here, gpu, machine.gpu_count - 1)
+                yield found("gpu_outside_node", here, gpu, machine.gpu_count - 1)
         allowed = allowed_degrees(scene.model, machine)
         if stage.tensor_parallel not in allowed:
-            yield _found("tensor_parallel_invalid", here, stage.tensor_parallel, ", ".join(map(str, allowed)) or "none")
+            yield found("tensor_parallel_invalid", here, stage.tensor_parallel, ", ".join(map(str, allowed)) or "none")
         native = _native_dtype(machine.gpu, scene.model.compute_dtype)
         # The paper's estimator does not ask whether a GPU has the model's type.
         if scene.estimator.name == "calibrated" and stage.compute_dtype != native:
-            yield _found("compute_dtype_differs", here, stage.compute_dtype, native)
+            yield found("compute_dtype_differs", here, stage.compute_dtype, native)
 
 
 def _check_engine(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
@@ -460,7 +325,7 @@ def _check_engine(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
     }
     for limit in engine.limits:
         if broken[limit] is not None:
-            yield _found("engine_limit_broken", where, broken[limit], LIMITS[limit])
+            yield found("engine_limit_broken", where, broken[limit], LIMITS[limit])
 
 
 def _native_dtype(gpu: GpuSpec, wanted: Dtype) -> Dtype | None:
@@ -497,17 +362,17 @@ def _check_memory(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
         taken = memory.weight_bytes + memory.activation_bytes + memory.other_bytes
         left = memory.usable_bytes - taken
         if left < 0:
-            yield _found("weights_do_not_fit", here, taken, memory.usable_bytes)
+            yield found("weights_do_not_fit", here, taken, memory.usable_bytes)
         for code, stated, right in (
             ("weight_bytes_differ", stage.weight_bytes, memory.weight_bytes),
             ("activation_bytes_differ", stage.activation_bytes, memory.activation_bytes),
             ("kv_cache_bytes_differ", stage.kv_cache_bytes, left),
         ):
             if stated != right:
-                yield _found(code, here, stated, right)
+                yield found(code, here, stated, right)
         matrices, parts = _matrix_bytes(scene, stage, first=s == 0, last=s == final)
         if not abs(stage.weight_bytes - matrices) <= parts:
-            yield _found("weight_bytes_not_of_matrices", here, stage.weight_bytes, matrices)
+            yield found("weight_bytes_not_of_matrices", here, stage.weight_bytes, matrices)
         room = min(stage.kv_cache_bytes, left)
         for code, count, tokens in (
             ("kv_cache_too_small", pipeline.max_num_seqs, typical_tokens),
@@ -523,7 +388,7 @@ def _check_memory(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
                 last=s == final,
             )
             if not needed <= room * (1 + 1e-12):
-                yield _found(code, here, needed, room)
+                yield found(code, here, needed, room)
 
 
 def _matrix_bytes(scene: _Scene, stage: Stage, *, first: bool, last: bool) -> tuple[float, int]:
@@ -568,17 +433,17 @@ def _needed_tokens(problem: PlacementProblem) -> int:
 def _check_batch(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Violation]:
     needed, handled = _needed_tokens(scene.problem), scene.model.max_position_tokens
     if pipeline.max_model_len < needed:
-        yield _found("max_model_len_too_short", where, pipeline.max_model_len, needed)
+        yield found("max_model_len_too_short", where, pipeline.max_model_len, needed)
     if pipeline.max_model_len > handled:
-        yield _found("max_model_len_beyond_model", where, pipeline.max_model_len, handled)
+        yield found("max_model_len_beyond_model", where, pipeline.max_model_len, handled)
     machines = [scene.machines[s.instance_type] for s in pipeline.stages if s.instance_type in scene.machines]
     limit = min((scene.estimator.batch_limit(machine) for machine in machines), default=None)
     if limit is not None and pipeline.max_num_seqs > limit:
-        yield _found("batch_limit_exceeded", where, pipeline.max_num_seqs, limit)
+        yield found("batch_limit_exceeded", where, pipeline.max_num_seqs, limit)
     shares = len(pipeline.stages) if scene.estimator.micro_batches else 1
     if pipeline.micro_batch * shares != pipeline.max_num_seqs:
         share = f"{pipeline.max_num_seqs} / {shares}"
-        yield _found("micro_batch_differs", where, pipeline.micro_batch, share)
+        yield found("micro_batch_differs", where, pipeline.micro_batch, share)
 
 
 # ---- pipelines: times and money
@@ -661,15 +526,15 @@ def _check_predictions(scene: _Scene, where: str, pipeline: Pipeline) -> Iterato
     }
     for name, (prediction, right) in pairs.items():
         here = f"{where}.predictions.{name}"
-        if not _close(prediction.value, right):
-            yield _found("prediction_differs", here, prediction.value, right)
+        if not close(prediction.value, right):
+            yield found("prediction_differs", here, prediction.value, right)
         if not prediction.low <= prediction.value <= prediction.high:
             band = f"{prediction.low:.6g} to {prediction.high:.6g}"
-            yield _found("band_excludes_value", here, prediction.value, band)
+            yield found("band_excludes_value", here, prediction.value, band)
     slo = scene.problem.slo
     for name, limit in slo.limits().items() if slo is not None and slo.hard else ():
-        if not figures.limited()[name] <= limit * (1 + _TOLERANCE):
-            yield _found("slo_broken", f"{where}.{name}", figures.limited()[name], limit)
+        if not figures.limited()[name] <= limit * (1 + SAME):
+            yield found("slo_broken", f"{where}.{name}", figures.limited()[name], limit)
 
 
 def _egress_usd_per_gb(scene: _Scene, pipeline: Pipeline) -> float:
@@ -701,10 +566,10 @@ def _check_cost(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Viola
     known = all(name in scene.pools for name in pipeline.nodes)
     if known and (scene.computable(pipeline) or _egress_usd_per_gb(scene, pipeline) == 0):
         egress, cost = _egress(scene, where, pipeline), _copy_cost(scene, where, pipeline)
-        if not _close(pipeline.egress_usd_per_hour, egress):
-            yield _found("pipeline_egress_differs", where, pipeline.egress_usd_per_hour, egress)
-        if not _close(pipeline.cost_usd_per_hour, cost):
-            yield _found("pipeline_cost_differs", where, pipeline.cost_usd_per_hour, cost)
+        if not close(pipeline.egress_usd_per_hour, egress):
+            yield found("pipeline_egress_differs", where, pipeline.egress_usd_per_hour, egress)
+        if not close(pipeline.cost_usd_per_hour, cost):
+            yield found("pipeline_cost_differs", where, pipeline.cost_usd_per_hour, cost)
 
 
 _PIPELINE_CHECKS: dict[str, Callable[[_Scene, str, Pipeline], Iterator[Violation]]] = {
@@ -730,20 +595,20 @@ def _check_routes(scene: _Scene) -> Iterator[Violation]:
     for r, route in enumerate(scene.plan.routes):
         where = f"routes[{r}]"
         if not 0 <= route.deployment < len(scene.plan.deployments):
-            yield _found("route_deployment_unknown", where, route.deployment, len(scene.plan.deployments) - 1)
+            yield found("route_deployment_unknown", where, route.deployment, len(scene.plan.deployments) - 1)
         if route.query_type in sums:
             sums[route.query_type] += route.fraction
         else:
-            yield _found("route_query_type_unknown", where, route.query_type, ", ".join(names))
+            yield found("route_query_type_unknown", where, route.query_type, ", ".join(names))
     for name, total in sums.items():
-        if not _close(total, 1.0):
-            yield _found("route_fractions", f"routes of {name}", total, 1)
+        if not close(total, 1.0):
+            yield found("route_fractions", f"routes of {name}", total, 1)
 
 
 def _check_totals(scene: _Scene) -> Iterator[Violation]:
     plan, problem = scene.plan, scene.problem
     if plan.objective_name != problem.objective:
-        yield _found("objective_name_differs", "objective_name", plan.objective_name, problem.objective)
+        yield found("objective_name_differs", "objective_name", plan.objective_name, problem.objective)
     pipelines = [pipeline for _, pipeline in scene.pipelines()]
     if not all(scene.computable(p) and all(name in scene.pools for name in p.nodes) for p in pipelines):
         return
@@ -751,21 +616,21 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
     cost = math.fsum(p.count * _copy_cost(scene, where, p) for where, p in scene.pipelines())
     egress = math.fsum(p.count * _egress(scene, where, p) for where, p in scene.pipelines())
     rate = math.fsum(p.count * f.requests_per_s for p, f in zip(pipelines, figures, strict=True))
-    if not _close(plan.requests_per_s, rate):
-        yield _found("plan_rate_differs", "requests_per_s", plan.requests_per_s, rate)
-    if not _close(plan.cost_usd_per_hour, cost):
-        yield _found("plan_cost_differs", "cost_usd_per_hour", plan.cost_usd_per_hour, cost)
-    if not _close(plan.egress_usd_per_hour, egress):
-        yield _found("plan_egress_differs", "egress_usd_per_hour", plan.egress_usd_per_hour, egress)
+    if not close(plan.requests_per_s, rate):
+        yield found("plan_rate_differs", "requests_per_s", plan.requests_per_s, rate)
+    if not close(plan.cost_usd_per_hour, cost):
+        yield found("plan_cost_differs", "cost_usd_per_hour", plan.cost_usd_per_hour, cost)
+    if not close(plan.egress_usd_per_hour, egress):
+        yield found("plan_egress_differs", "egress_usd_per_hour", plan.egress_usd_per_hour, egress)
     tokens_per_hour = rate * problem.workload.mean_output_tokens * SECONDS_PER_HOUR
     price, stated = cost / tokens_per_hour * 1e6, plan.usd_per_million_output_tokens
-    if not _close(stated, price):
-        yield _found("token_price_differs", "usd_per_million_output_tokens", stated, price)
+    if not close(stated, price):
+        yield found("token_price_differs", "usd_per_million_output_tokens", stated, price)
     demand = problem.workload.requests_per_s
-    if problem.objective == "cost" and demand is not None and not rate >= demand * (1 - _TOLERANCE):
-        yield _found("demand_not_met", "requests_per_s", rate, demand)
+    if problem.objective == "cost" and demand is not None and not rate >= demand * (1 - SAME):
+        yield found("demand_not_met", "requests_per_s", rate, demand)
     if problem.objective == "expected_cost":
-        yield _found("promise_not_checkable", "objective", "an expected cost", "throughput and cost")
+        yield found("promise_not_checkable", "objective", "an expected cost", "throughput and cost")
         return
     if problem.objective == "cost":
         objective = cost
@@ -775,8 +640,8 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
         )
         if problem.objective == "throughput_per_cost":
             objective = objective / cost if cost > 0 else math.inf
-    if not _close(plan.objective, objective):
-        yield _found("objective_differs", "objective", plan.objective, objective)
+    if not close(plan.objective, objective):
+        yield found("objective_differs", "objective", plan.objective, objective)
 
 
 def _penalty(problem: PlacementProblem, figures: _Figures) -> float:
@@ -788,24 +653,7 @@ def _penalty(problem: PlacementProblem, figures: _Figures) -> float:
 
 
 def _check_status(scene: _Scene) -> Iterator[Violation]:
-    plan = scene.plan
-    parts = {"bound": plan.bound, "gap": plan.gap, "certificate": plan.certificate}
-    present = [name for name, part in parts.items() if part is not None]
-    if present and len(present) < len(parts):
-        yield _found("bound_incomplete", "plan", ", ".join(present), "all or none")
-    earned = "optimal" if plan.gap is not None and plan.gap <= OPTIMALITY_GAP else "feasible"
-    if plan.status != earned:
-        yield _found("status_differs", "status", plan.status, earned)
-    if plan.bound is None:
-        return
-    slack = _TOLERANCE * abs(plan.objective)
-    minimised = scene.problem.objective in {"cost", "expected_cost"}
-    excess = plan.bound - plan.objective if minimised else plan.objective - plan.bound
-    if not excess <= slack:
-        yield _found("bound_on_wrong_side", "bound", plan.bound, plan.objective)
-    gap = abs(plan.bound - plan.objective) / max(abs(plan.objective), 1e-9)
-    if plan.gap is not None and not abs(plan.gap - gap) <= _TOLERANCE * max(1.0, gap):
-        yield _found("gap_differs", "gap", plan.gap, gap)
+    yield from check_status(scene.plan, minimised=scene.problem.objective in {"cost", "expected_cost"})
 
 
 def _check_certificate(scene: _Scene) -> Iterator[Violation]:
@@ -818,13 +666,13 @@ def _check_certificate(scene: _Scene) -> Iterator[Violation]:
         limit = "a usable weight for each kind of layer"
         if certificate.kind != "layer_rate":
             limit = "a usable price for each offer"
-        yield _found("certificate_invalid", "certificate", str(error), limit)
+        yield found("certificate_invalid", "certificate", str(error), limit)
         return
     yield from _check_covered(scene)
     minimised = scene.problem.objective == "cost"
     overstated = plan.bound - proven.bound if minimised else proven.bound - plan.bound
-    if not (proven.holds and overstated <= _TOLERANCE * abs(plan.bound)):
-        yield _found("bound_not_proven", "bound", plan.bound, proven.bound if proven.holds else proven.why)
+    if not (proven.holds and overstated <= SAME * abs(plan.bound)):
+        yield found("bound_not_proven", "bound", plan.bound, proven.bound if proven.holds else proven.why)
         return
     side = "lower" if minimised else "upper"
     scene.confirmed.append(f"{side} bound {plan.bound:.6g} {_UNITS[scene.problem.objective]} confirmed, {proven.why}")
@@ -846,7 +694,7 @@ def _check_covered(scene: _Scene) -> Iterator[Violation]:
             machine = scene.machines.get(stage.instance_type)
             if machine is not None and stage.tensor_parallel > 0 and machine.gpu_count % stage.tensor_parallel:
                 limit = f"degrees that divide {machine.gpu_count}"
-                yield _found("certificate_does_not_cover", f"{where}.stages[{s}]", stage.tensor_parallel, limit)
+                yield found("certificate_does_not_cover", f"{where}.stages[{s}]", stage.tensor_parallel, limit)
 
 
 _CHECKS: dict[str, Callable[[_Scene], Iterator[Violation]]] = {
