@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AllocationProblem": "hetplan.problem.allocation",
     "Calibration": "hetplan.catalog.calibration",
     "Cluster": "hetplan.catalog.offers",
     "GpuSpec": "hetplan.catalog.hardware",
@@ -45,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AllocationProblem",
     "Calibration",
     "Cluster",
     "GpuSpec",
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from hetplan.plan import Plan
+    from hetplan.problem.allocation import AllocationProblem
     from hetplan.problem.placement import PlacementProblem
     from hetplan.verification import Violation
     from hetplan.workload.requests import QueryType, Slo, TokenDistribution, Workload

@@ -35,8 +35,10 @@ from hetplan.estimator.prediction import (
 from hetplan.estimator.replica import Replica, Schedule, make_replica
 from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
+from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
-from hetplan.solvers.base import OnIncumbent, get_solver
+from hetplan.solvers.allocation.build import build_allocation_plan
+from hetplan.solvers.base import OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.solvers.compare import Comparison, compare_solvers
 from hetplan.verification import Violation, verify_plan
@@ -50,7 +52,7 @@ ClusterLike = Cluster | Mapping[str, Any] | str | Path
 
 
 def optimize(
-    problem: PlacementProblem | None = None,
+    problem: PlacementProblem | AllocationProblem | None = None,
     *,
     model: ModelLike | None = None,
     cluster: ClusterLike | None = None,
@@ -82,8 +84,8 @@ def optimize(
 
     Parameters
     ----------
-    problem : PlacementProblem, optional
-        A ready problem; otherwise one is made of the arguments that follow.
+    problem : PlacementProblem or AllocationProblem, optional
+        A ready problem; otherwise a placement problem is made of the arguments that follow.
     model : ModelSpec, name, path or mapping
         A catalogued name, a Hugging Face id, a config.json (path or content), or a spec.
     cluster : Cluster, mapping or path
@@ -93,7 +95,8 @@ def optimize(
     objective : str
         "throughput" (req/s), "throughput_per_cost" (req/s per $/h) or "cost" ($/h for the workload's rate).
     solver : str
-        "auto", "dp-beam", "even", or a planner of another paper: "alpaserve", "helix", "hexgen", "spotserve";
+        "auto", "exact", "dp-beam", "even", or a planner of another paper: "alpaserve", "helix", "hexgen", "spotserve";
+        for an allocation problem "auto", "milp", "gh" or "agh";
         ``solver_options``, or further keywords such as ``beam_width=11`` and
         ``search="paper"``, go to it.
     estimator : "calibrated" or "paper"
@@ -187,7 +190,13 @@ def optimize(
             )
     if solver_options is not None and not isinstance(solver_options, Mapping):
         raise InvalidInputError(f"solver_options is a mapping, got {type(solver_options).__name__}")
-    chosen = get_solver(solver, **(dict(solver_options or {}) | more_solver_options))
+    options = dict(solver_options or {}) | more_solver_options
+    if isinstance(problem, AllocationProblem):
+        found = get_allocation_solver(solver, **options).solve(
+            problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
+        )
+        return build_allocation_plan(problem, found, solver=solver, seed=seed)
+    chosen = get_solver(solver, **options)
     solution = chosen.solve(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
     )

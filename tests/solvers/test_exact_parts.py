@@ -9,7 +9,7 @@ import pytest
 from small_cases import case_of, times_of
 
 from hetplan.estimator.base import make_estimator
-from hetplan.solvers.placement import threads
+from hetplan.solvers import threads
 from hetplan.solvers.placement.centre import analytic_centre
 from hetplan.solvers.placement.columns import Columns, price_of
 from hetplan.solvers.placement.covering import machine_units, most_units

@@ -27,6 +27,8 @@ _WHOLE = 1e-6
 _NEAR = 8
 # Seconds for such a search, nodes between two, and the share of all time that they take.
 _SEARCH_S, _EVERY, _SEARCH_SHARE = 1.0, 8, 0.2
+# Share of the time after which the root's program is left as it is, and of what is left then that a search may take.
+_ROOT_SHARE, _LAST_SHARE = 0.6, 0.9
 # Seconds of search that the root has for nothing.
 _FIRST_SEARCH_S = 0.1
 # Options of the root that the tree begins with, and the share above their type's price up to which it keeps patterns.
@@ -87,16 +89,25 @@ class Tree:
         master = Master(self.options)
         for i in range(len(self.options.unserved_usd)):
             master.add_pattern(Pattern(i, (-1,), (1.0,)))
+        if self.best is not None:
+            # Its options are a start: their prices tell others apart.
+            for number in np.flatnonzero(self.best.replicas).tolist():
+                master.add_option(number)
         everything = Restrictions.none(self.options)
-        found = master.solve(everything, math.inf, deadline=self.deadline)
+        # When this takes too long, the rest of the time is for an answer.
+        enough = self._began + _ROOT_SHARE * (self.deadline - self._began)
+        found = master.solve(everything, math.inf, deadline=enough)
         if found is None:
             return
+        over = time.monotonic() >= enough
         root = self.root = Node(everything, found.prices, found.bound)
         self._bounded([found.bound])
         self._answers(found, near=0)
         if self._done() or found.bound > master.beyond_usd / 2:
             return
-        self._answers(found, near=_NEAR)
+        self._answers(found, near=_NEAR, limit_s=_LAST_SHARE * (self.deadline - time.monotonic()) if over else None)
+        if self._done() or time.monotonic() >= self.deadline:
+            return
         master = self._lean(master, found)
         count = itertools.count()
         waiting: list[tuple[float, int, Node]] = [(root.bound, next(count), root)]
@@ -151,7 +162,7 @@ class Tree:
             self.best = answer
             self.report(answer.usd, self.bound)
 
-    def _answers(self, found: Found, near: int) -> None:
+    def _answers(self, found: Found, near: int, limit_s: float | None = None) -> None:
         """Whole answers with the options in use, and some that are nearly worth their price."""
         used = set(np.flatnonzero(found.replicas > _WHOLE).tolist())
         if near:
@@ -159,6 +170,7 @@ class Tree:
             used |= set(np.argsort(spare)[:near].tolist())
         began = time.monotonic()
         limit = min(_SEARCH_S, (self.deadline - began) / 4, _SEARCH_SHARE * (began - self._began) - self._searched_s)
+        limit = limit if limit_s is None else limit_s
         if limit > 0:
             self._take(choose(self.options, sorted(used), time_limit_s=limit, gap=max(self.gap / 2, 1e-7)))
             self._searched_s += time.monotonic() - began

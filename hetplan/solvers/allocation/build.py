@@ -68,8 +68,8 @@ def _pipeline(problem: AllocationProblem, solution: AllocationSolution, number: 
     gpus, count = tensor * depth, int(answer.replicas[number])
     explicit = problem.configurations[int(o.number[number])] if problem.configurations else None
     if explicit is None:
-        instance, nodes = f"{tier.name} x{gpus}", (f"{tier.name} x{gpus}",)
-        per_node = gpus
+        instance, per_node = f"{tier.name} x{gpus}", gpus
+        nodes: tuple[str, ...] = (instance,)
     else:
         instance = tier.name if tier.instance_type is None else tier.instance_type.name
         nodes = (tier.name if tier.offer is None else tier.offer.name,) * explicit.machines

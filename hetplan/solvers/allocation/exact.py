@@ -23,14 +23,17 @@ import numpy as np
 from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError, Reason
 from hetplan.plan import BoundNode, Certificate, Plan, RowPrices
 from hetplan.problem.allocation import AllocationProblem
-from hetplan.solvers.allocation.assignment import Assignment
+from hetplan.solvers.allocation.adaptive import adaptive_assignment
+from hetplan.solvers.allocation.assignment import Assignment, assign
 from hetplan.solvers.allocation.branching import Node, Tree
 from hetplan.solvers.allocation.master import Master, Prices
-from hetplan.solvers.allocation.options import FloatArray, IntArray, Options, make_options
+from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray, Options, make_options
 from hetplan.solvers.base import AllocationSolution, OnIncumbent, Progress, check_time_limit
 
 # Digits of a price that a certificate keeps: what is lost is far below the gap that counts as none.
 _DIGITS = 11
+# Seconds for the best shares on what a heuristic bought.
+_SHARES_S = 0.5
 
 
 class Exact:
@@ -62,7 +65,7 @@ class Exact:
         began = time.monotonic()
         deadline = began + check_time_limit(time_limit_s)
         options = make_options(problem)
-        return search(options, self.gap, began, deadline, on_incumbent)
+        return search(options, self.gap, began, deadline, on_incumbent, first_answer(options, seed))
 
 
 def search(
@@ -101,6 +104,17 @@ def search(
         bound = min(tree.bound, tree.best.usd)
         certificate = Certificate(kind="tree", nodes=tuple(_nodes(options, tree.root)))
     return AllocationSolution(options, tree.best, bound, certificate, {"gap": gap})
+
+
+def first_answer(options: Options, seed: int) -> Assignment | None:
+    """What the adaptive heuristic buys, with the best shares on it; None where that leaves out too much."""
+    found = adaptive_assignment(options, seed=seed)
+    bought = {int(n): int(found.replicas[n]) for n in np.flatnonzero(found.replicas)}
+    best = assign(options, bought, time_limit_s=_SHARES_S) if bought else None
+    unserved = 1 - found.shares.sum(axis=1)
+    if best is None and (unserved <= options.max_unserved + SLACK).all():
+        best = found
+    return best
 
 
 def _infeasible(options: Options) -> InfeasibleError:

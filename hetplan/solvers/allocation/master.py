@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hetplan.solvers import threads
 from hetplan.solvers.allocation.options import FloatArray, IntArray, Options
 from hetplan.solvers.allocation.patterns import cheapest_patterns, cheapest_with
 from hetplan.solvers.highs import GrowingLinear
@@ -28,7 +29,7 @@ _LOOSE = 0.1
 # What passing a limit by its whole costs, in budgets and costs of dropping all traffic.
 _BEYOND = 100.0
 # How often options outside are asked for more, before the bound is taken as it is.
-_ROUNDS = 10
+_ROUNDS = 40
 # Seconds for the first program of a node, however late it is.
 _FIRST_S = 5.0
 # A pattern is added when it is cheaper than the type's price by this share.
@@ -497,14 +498,16 @@ class Master:
 
         def needed(tables: _Tables) -> FloatArray:
             inside = np.append(chosen, o.count)
-            need = np.zeros((self._queries, len(outside)))
-            for i in range(self._queries):
-                need[i] = least[i] - cheapest_with(
+
+            def of_type(i: int) -> FloatArray:
+                found: FloatArray = least[i] - cheapest_with(
                     tables.fixed[i, outside] - prices.link[i, outside], tables.unit[i, outside],
                     tables.delay[i, outside], tables.error[i, outside], tables.fixed[i, inside],
                     tables.unit[i, inside], tables.delay[i, inside], tables.error[i, inside], least[i], three,
                 )  # fmt: skip
-            return np.maximum(need, 0.0)
+                return found
+
+            return np.maximum(np.stack(threads.each(of_type, range(self._queries))), 0.0)
 
         need = needed(pricer.tables(prices, within))
         # What cannot all be on one replica pays for its load there.

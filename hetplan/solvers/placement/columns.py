@@ -15,8 +15,8 @@ import numpy as np
 from hetplan.estimator.base import Estimator, FloatArray
 from hetplan.estimator.pipeline import egress_usd_per_hour, micro_batch, pipeline_rates, sequences_that_fit
 from hetplan.problem.placement import PlacementProblem
+from hetplan.solvers import threads
 from hetplan.solvers.base import PipelineChoice
-from hetplan.solvers.placement import threads
 from hetplan.solvers.placement.chain import machine_sets
 from hetplan.solvers.placement.choice import value_of
 from hetplan.solvers.placement.spaces import ESTIMATING, MOST_BOXES, Machines, Space, seconds_left

@@ -19,9 +19,9 @@ from hetplan.errors import InfeasibleError, NoSolutionError
 from hetplan.estimator.base import FloatArray, make_estimator
 from hetplan.plan import Plan
 from hetplan.problem.placement import PlacementProblem
+from hetplan.solvers import threads
 from hetplan.solvers.base import Solution
 from hetplan.solvers.build import relative_gap
-from hetplan.solvers.placement import threads
 from hetplan.solvers.placement.bound import machine_rates
 from hetplan.solvers.placement.centre import analytic_centre
 from hetplan.solvers.placement.choice import better, tighter

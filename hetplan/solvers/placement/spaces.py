@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from hetplan.estimator.base import Estimator, FloatArray
 from hetplan.estimator.pipeline import StageShape
 from hetplan.problem.placement import PlacementProblem
+from hetplan.solvers import threads
 from hetplan.solvers.base import PipelineChoice
-from hetplan.solvers.placement import threads
 from hetplan.solvers.placement.arranging import arrange
 from hetplan.solvers.placement.chain import MachineSet
 from hetplan.solvers.placement.covering import Covering, make_covering
