@@ -106,7 +106,7 @@ class Tree:
         if self._done() or found.bound > master.beyond_usd / 2:
             return
         self._answers(found, near=_NEAR, limit_s=_LAST_SHARE * (self.deadline - time.monotonic()) if over else None)
-        if self._done() or time.monotonic() >= self.deadline:
+        if self._done() or over:
             return
         master = self._lean(master, found)
         count = itertools.count()

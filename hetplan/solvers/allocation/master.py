@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hetplan.solvers import threads
 from hetplan.solvers.allocation.options import FloatArray, IntArray, Options
-from hetplan.solvers.allocation.patterns import cheapest_patterns, cheapest_with
+from hetplan.solvers.allocation.patterns import cheapest_in_part, cheapest_patterns, cheapest_with
 from hetplan.solvers.highs import GrowingLinear
 
 # Patterns of a type that one pricing adds at most, and options.
@@ -28,6 +28,10 @@ _SPREAD = 0.5
 _LOOSE = 0.1
 # What passing a limit by its whole costs, in budgets and costs of dropping all traffic.
 _BEYOND = 100.0
+# The share of its value to which a program is solved while options are still to come.
+_ROUGH = 3e-3
+# Options up to which every three are tried; the bound with more of them lets patterns pay for parts.
+_MOST_TRIED = 4000
 # How often options outside are asked for more, before the bound is taken as it is.
 _ROUNDS = 40
 # Seconds for the first program of a node, however late it is.
@@ -415,6 +419,8 @@ class Master:
         self.restrict(within)
         best: Found | None = None
         allowed = within.most > 0
+        # While options are still to come, prices need not be exact.
+        fine, before = len(np.setdiff1d(np.flatnonzero(allowed), self.chosen)) == 0, np.inf
         while True:
             # Late as it may be, the first program is solved: its prices bound something.
             found = self._lp.solve(max(deadline - time.monotonic(), _FIRST_S if best is None else 0.0))
@@ -427,13 +433,15 @@ class Master:
             prices = whole.subset(chosen)
             tables = pricer.tables(prices, inside)
             duals = found.prices[self._take]
+            rough = 0.0 if fine else _ROUGH * max(abs(found.objective), 1e-9)
+            gained, before = before - found.objective, found.objective
             # Patterns of three options are looked for when those of fewer are all known.
-            if self._price(tables, duals, chosen, three=False)[0] and not over:
+            if self._price(tables, duals, chosen, three=False)[0] and gained > rough / 10 and not over:
                 continue
             added, least = self._price(tables, duals, chosen, three=True)
             # Below the cutoff the node is divided in any case: its bound need not be close.
             loose = _LOOSE * max(cutoff - found.objective, 0.0) if cutoff < np.inf else 0.0
-            near = max(tolerance * max(abs(found.objective), 1e-9), loose)
+            near = max(tolerance * max(abs(found.objective), 1e-9), loose, rough)
             inner = pricer.bound(prices, inside, least, tables.paid_usd)
             if added and found.objective - inner > near and inner < cutoff and not over:
                 continue
@@ -444,11 +452,16 @@ class Master:
                     asked, gains = self._outside(whole, within, chosen, outside, least, three=three)
                     first = np.argsort(gains)[:_OPTIONS]
                     missing = outside[first[gains[first] < -near / 4]]
-                    if len(missing):
+                    if len(missing) or time.monotonic() >= deadline:
                         break
                 whole = asked
                 over = over or time.monotonic() >= deadline
-                if over or not len(missing):
+                if not fine and not over:
+                    fine = not len(missing)
+                    before = np.inf
+                    if fine:
+                        continue
+                elif over or not len(missing):
                     whole, bound, missing = self._whole_bound(whole, within, outside, gains, least, near)
                 if len(missing) and not over:
                     for number in missing.tolist():
@@ -546,6 +559,19 @@ class Master:
         pricer, inside = Pricer(o.subset(allowed)), within.subset(allowed)
         place = np.full(o.count, -1, dtype=np.int64)
         place[allowed] = np.arange(len(allowed))
+        if len(allowed) > _MOST_TRIED:
+            some = prices.subset(allowed)
+            tables = pricer.tables(some, inside)
+
+            def in_part(i: int) -> float:
+                return float(
+                    cheapest_in_part(
+                        tables.fixed[i], tables.pair_fixed[i], tables.unit[i], tables.delay[i], tables.error[i]
+                    )
+                )
+
+            least = np.array(threads.each(in_part, range(self._queries)))
+            return prices, pricer.bound(some, inside, least, tables.paid_usd), allowed[:0]
         spare = np.full(len(allowed), -np.inf)
         spare[place[outside]] = (1 - _SPREAD) * np.maximum(gains, 0.0)
         some = prices.subset(allowed)
