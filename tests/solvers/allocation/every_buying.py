@@ -115,11 +115,13 @@ class _Program:
         """The optimum with some columns fixed, the others free to be parts."""
         a, b = self._matrix(self.at_most)
         c, d = self._matrix(self.equal)
-        bounds = [
-            (fixed[n], fixed[n]) if fixed and n in fixed else (0.0, upper) for n, upper in enumerate(self.upper)
-        ]
-        found = linprog(self.costs, a, b, c, d, bounds, method="highs", options=_TIGHT)
-        return (float(found.fun), np.array(found.x)) if found.status == 0 else None
+        bounds = [(fixed[n], fixed[n]) if fixed and n in fixed else (0.0, upper) for n, upper in enumerate(self.upper)]
+        # Dollars of each request come to 1e8: more than the tolerances are for.
+        scale = max(self.costs)
+        costs = np.array(self.costs) / scale
+        found = linprog(costs, a, b, c, d, bounds, method="highs", options=_TIGHT)
+        assert found.status in (0, 2), found.message
+        return (float(found.fun) * scale, np.array(found.x)) if found.status == 0 else None
 
     def best(self) -> tuple[float, Floats] | None:
         """The optimum."""
@@ -128,13 +130,14 @@ class _Program:
         a, b = self._matrix(self.at_most)
         c, d = self._matrix(self.equal)
         found = milp(
-            self.costs,
+            np.array(self.costs) / max(self.costs),
             integrality=np.array(self.whole, dtype=int),
             bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),
             constraints=[LinearConstraint(a, -np.inf, b), LinearConstraint(c, d, d)],
             options={"mip_rel_gap": 0.0},
         )
         if found.x is None:
+            assert found.status == 2, found.message
             return None
         # Once more without the solver's tolerance on whole columns.
         return self.linear({n: float(round(found.x[n])) for n, whole in enumerate(self.whole) if whole})
@@ -236,9 +239,7 @@ def least_usd(problem: AllocationProblem) -> float | None:
 def broken_limits(problem: AllocationProblem, options: Options, found: Assignment, rounding: float = 1e-9) -> list[str]:
     """Which limits an assignment breaks, and whether its dollars are wrong."""
     decisions, queries = problem.decisions, problem.query_types
-    by_degrees = {
-        (c.model, c.tier, c.tensor_parallel, c.pipeline_parallel): c for c in bought_configurations(problem)
-    }
+    by_degrees = {(c.model, c.tier, c.tensor_parallel, c.pipeline_parallel): c for c in bought_configurations(problem)}
     degrees = zip(options.model, options.tier, options.tensor_parallel, options.pipeline_parallel, strict=True)
     configurations = [by_degrees[tuple(int(value) for value in key)] for key in degrees]
     broken = []
@@ -260,7 +261,11 @@ def broken_limits(problem: AllocationProblem, options: Options, found: Assignmen
             if x > 0 and not count:
                 broken.append(f"{i} is served by {number}, which is not bought")
         for what, values in (("load", c.load), ("cache", c.cache)):
-            check(f"{what} of {number}", sum(v * float(x) for v, x in zip(values, found.shares[:, number], strict=True)), count)
+            check(
+                f"{what} of {number}",
+                sum(v * float(x) for v, x in zip(values, found.shares[:, number], strict=True)),
+                count,
+            )
     if decisions.replicas == "one":
         for pair, count in by_pair.items():
             check(f"configurations of {pair}", count, 1)
