@@ -232,7 +232,7 @@ def _relocate(table: Table, state: State) -> bool:
 def _added_usd(table: Table, state: State, i: int, p: int, level: int, x: float) -> float:
     """What all costs more when a pair, at a level, takes a share of a type."""
     o, now = table.at[p, level], state.pairs[p].level
-    usd = table.rent_usd[o] + new_copies(table, state, i, p) * table.pairs[p].usd + x * table.uses[i, o].unit_usd
+    usd: float = table.rent_usd[o] + new_copies(table, state, i, p) * table.pairs[p].usd + x * table.uses[i, o].unit_usd
     if now < 0:
         return usd
     old = table.at[p, now]

@@ -242,7 +242,7 @@ def effective_coverage(table: Table, state: State, i: int, p: int, level: int) -
     if not table.uses[i, o].serves:
         return 0.0
     done = 1 - state.types[i].left
-    most = min(state.types[i].left, _room(table.uses[i, o].error, state.types[i].error, done, table.served))
+    most: float = min(state.types[i].left, _room(table.uses[i, o].error, state.types[i].error, done, table.served))
     if not table.every:
         # What the pair serves of it already moves along.
         moved, old = state.shares[i, p], o
@@ -298,11 +298,10 @@ def fits(table: Table, state: State, i: int, p: int, level: int, x: float) -> bo
     if table.every:
         return True
     moved = state.shares[i, p]
-    delay = (
-        state.types[i].delay + moved * (table.uses[i, o].delay - table.uses[i, old].delay) + x * table.uses[i, o].delay
-    )
-    ttft = state.types[i].ttft + moved * (table.uses[i, o].ttft - table.uses[i, old].ttft) + x * table.uses[i, o].ttft
-    return delay <= most and ttft <= most
+    delay = moved * (table.uses[i, o].delay - table.uses[i, old].delay) + x * table.uses[i, o].delay
+    ttft = moved * (table.uses[i, o].ttft - table.uses[i, old].ttft) + x * table.uses[i, o].ttft
+    within: bool = state.types[i].delay + delay <= most and state.types[i].ttft + ttft <= most
+    return within
 
 
 @compiled  # type: ignore[untyped-decorator, unused-ignore]

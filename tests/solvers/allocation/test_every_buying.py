@@ -1,0 +1,71 @@
+"""Programs and heuristics against every buying of small problems, for every reading of the paper."""
+
+from __future__ import annotations
+
+import pytest
+from every_buying import broken_limits, least_usd
+from small_problems import readings, small_problem
+
+from hetplan.errors import NoSolutionError
+from hetplan.problem.allocation import AllocationProblem, Decisions
+from hetplan.solvers.allocation.assignment import choose
+from hetplan.solvers.allocation.milp import solve_literal
+from hetplan.solvers.allocation.options import make_options
+from hetplan.solvers.base import get_allocation_solver
+
+READINGS = readings()
+# Seconds that no search here comes near.
+AMPLE_S = 60.0
+
+
+def assert_programs_agree(problem: AllocationProblem) -> None:
+    least = least_usd(problem)
+    literal = solve_literal(problem, time_limit_s=AMPLE_S, gap=1e-9)
+    options = make_options(problem)
+    strong = choose(options, range(options.count), time_limit_s=AMPLE_S)
+    if least is None:
+        assert literal.status == "infeasible"
+        assert strong is None
+    else:
+        assert literal.status == "optimal"
+        assert literal.assignment is not None
+        assert literal.usd == pytest.approx(least, rel=1e-6)
+        assert broken_limits(problem, make_options(problem, prune=False), literal.assignment) == []
+        assert strong is not None
+        assert strong.usd == pytest.approx(least, rel=1e-6)
+        assert broken_limits(problem, options, strong) == []
+    for solver in HEURISTICS:
+        try:
+            found = solver.solve(problem)
+        except NoSolutionError:
+            continue
+        assert least is not None
+        assert found.assignment.usd >= least * (1 - 1e-9)
+        assert broken_limits(problem, found.options, found.assignment) == []
+
+
+HEURISTICS = [
+    get_allocation_solver(name, **{without: False} if without else {})
+    for name in ("gh", "agh")
+    for without in ("", "m1", "m2", "m3")
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("number", range(len(READINGS)))
+def test_programs_find_the_cheapest_buying(number: int, seed: int) -> None:
+    assert_programs_agree(small_problem(100 * number + seed, READINGS[number], ttft=seed % 2 == 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("decisions", [Decisions(), Decisions.paper()], ids=["default", "paper"])
+def test_with_three_types(decisions: Decisions, seed: int) -> None:
+    assert_programs_agree(small_problem(seed, decisions, types=3))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("delay", ["average", "each"])
+@pytest.mark.parametrize("replicas", ["many", "one"])
+def test_with_estimated_configurations(replicas: str, delay: str, seed: int) -> None:
+    decisions = Decisions().replace(replicas=replicas, delay=delay)
+    assert_programs_agree(small_problem(seed, decisions, estimated=True, ttft=True))
