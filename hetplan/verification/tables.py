@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 # What a stage sends and holds beside its layers: a middle stage that sends inside its node or to another one, a first
 # stage likewise, the last stage, a pipeline's only stage.
