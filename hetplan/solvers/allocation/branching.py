@@ -68,7 +68,8 @@ class Node:
 class Tree:
     """A search that can be asked how far it has come.
 
-    ``report`` is called with the best cost and the bound when either changes.
+    ``report`` is called with the best cost and the bound when either changes. ``infeasible``: it is proven that no
+    answer keeps all limits.
     """
 
     options: Options
@@ -79,6 +80,7 @@ class Tree:
     root: Node | None = None
     nodes: int = 0
     bound: float = -math.inf
+    infeasible: bool = False
     _began: float = field(default_factory=time.monotonic)
     _searched_s: float = -_FIRST_SEARCH_S
     # What is proven of the answers with closed options.
@@ -103,7 +105,8 @@ class Tree:
         root = self.root = Node(everything, found.prices, found.bound)
         self._bounded([found.bound])
         self._answers(found, near=0)
-        if self._done() or found.bound > master.beyond_usd / 2:
+        self.infeasible = self.best is None and found.bound > self._no_more_usd()
+        if self._done() or self.infeasible:
             return
         self._answers(found, near=_NEAR, limit_s=_LAST_SHARE * (self.deadline - time.monotonic()) if over else None)
         if self._done() or over:
@@ -140,9 +143,16 @@ class Tree:
             heapq.heappush(waiting, (other.bound, next(count), other))
             ahead = nearer
         self._bounded([least_done])
+        self.infeasible = self.best is None
 
     def _cutoff(self) -> float:
-        return math.inf if self.best is None else self.best.usd - self.gap * abs(self.best.usd)
+        return self._no_more_usd() if self.best is None else self.best.usd - self.gap * abs(self.best.usd)
+
+    def _no_more_usd(self) -> float:
+        """More than any answer costs that keeps the limits."""
+        o = self.options
+        dearest = np.where(o.most > 0, o.unit_usd, 0.0).max(axis=1, initial=0.0)
+        return float(o.problem.budget_usd + np.maximum(dearest, o.unserved_usd).sum()) * (1 + 1e-6)
 
     def _tolerance(self) -> float:
         return max(1e-7, self.gap / 10)
@@ -166,7 +176,7 @@ class Tree:
         """Whole answers with the options in use, and some that are nearly worth their price."""
         used = set(np.flatnonzero(found.replicas > _WHOLE).tolist())
         if near:
-            spare = Pricer(self.options).one_more(found.prices)
+            spare = Pricer(self.options).one_more(found.prices, Restrictions.none(self.options))
             used |= set(np.argsort(spare)[:near].tolist())
         began = time.monotonic()
         limit = min(_SEARCH_S, (self.deadline - began) / 4, _SEARCH_SHARE * (began - self._began) - self._searched_s)
@@ -178,7 +188,7 @@ class Tree:
     def _lean(self, master: Master, root: Found) -> Master:
         """A new program with the options and patterns that are near their price."""
         o = self.options
-        spare = Pricer(o).one_more(root.prices)
+        spare = Pricer(o).one_more(root.prices, Restrictions.none(o))
         kept = [n for n in master.chosen if root.replicas[n] > _WHOLE]
         kept += [n for n in sorted(master.chosen, key=lambda n: float(spare[n]))[:_KEPT_OPTIONS] if n not in kept]
         lean = Master(o)
@@ -207,8 +217,8 @@ class Tree:
 
     def _close(self, node: Node, found: Found) -> None:
         """Options that no better answer in this part of the tree has."""
-        spare = Pricer(self.options).one_more(node.prices)
         within = node.within
+        spare = Pricer(self.options).one_more(node.prices, within)
         closed = (within.least == 0) & (within.most > 0) & (node.bound + spare >= self._cutoff())
         closed[found.replicas > _WHOLE] = False
         node.closed = np.flatnonzero(closed).tolist()

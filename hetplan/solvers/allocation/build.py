@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from hetplan import __version__
+from hetplan.errors import InfeasibleError, Reason
 from hetplan.plan import (
     OPTIMALITY_GAP,
     Deployment,
@@ -26,9 +27,22 @@ _EXPLICIT_SOURCE = "estimated when the problem was made, at its utilisation; no 
 
 
 def build_allocation_plan(problem: AllocationProblem, solution: AllocationSolution, *, solver: str, seed: int) -> Plan:
-    """The plan of a solution: one deployment for each configuration that is bought, the dearest first."""
+    """The plan of a solution: one deployment for each configuration that is bought, the dearest first.
+
+    Raises
+    ------
+    InfeasibleError
+        If nothing is bought: a plan serves something.
+    """
     o, answer = solution.options, solution.assignment
     bought = sorted((n for n, count in enumerate(answer.replicas.tolist()) if count), key=lambda n: (-o.rent_usd[n], n))
+    if not bought:
+        rent = float(o.rent_usd.min()) if o.count else math.inf
+        raise InfeasibleError(
+            f"serving nothing costs least: all penalties for unserved traffic add up to ${answer.usd:.2f}, and the "
+            f"cheapest configuration alone to ${rent:.2f} over the horizon. Raise unserved_usd, or lower max_unserved",
+            [Reason("unserved_usd", "all query types together", rent, answer.usd, "$")],
+        )
     deployments = tuple(
         Deployment(model=problem.models[int(o.model[n])].name, pipelines=(_pipeline(problem, solution, n),))
         for n in bought

@@ -26,12 +26,14 @@ from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.adaptive import adaptive_assignment
 from hetplan.solvers.allocation.assignment import Assignment, assign
 from hetplan.solvers.allocation.branching import Node, Tree
-from hetplan.solvers.allocation.master import Master, Prices
+from hetplan.solvers.allocation.master import Prices
 from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray, Options, make_options
 from hetplan.solvers.base import AllocationSolution, OnIncumbent, Progress, check_time_limit
 
 # Digits of a price that a certificate keeps: what is lost is far below the gap that counts as none.
 _DIGITS = 11
+# What is spared must not exceed what is paid: below it by more than digits that are lost.
+_BELOW = 1 - 1e-9
 # Seconds for the best shares on what a heuristic bought.
 _SHARES_S = 0.5
 
@@ -94,7 +96,7 @@ def search(
     tree = Tree(options, gap, deadline, report, best=first)
     tree.search()
     if tree.best is None:
-        if tree.bound > Master(options).beyond_usd / 2:
+        if tree.infeasible:
             raise _infeasible(options)
         raise NoSolutionError(
             "no allocation that keeps all limits was found in time, and none is ruled out. Allow more time"
@@ -186,7 +188,7 @@ def _row_prices(options: Options, node: Node) -> RowPrices:
         link=tuple(
             (int(o.number[n]), _rounded(prices.link[:, n])) for n in allowed.tolist() if prices.link[:, n].any()
         ),
-        spared=tuple((i, int(o.number[n]), _one(prices.copy[i, n])) for i, n in paid.tolist()),
+        spared=tuple((i, int(o.number[n]), _one(prices.copy[i, n] * _BELOW)) for i, n in paid.tolist()),
         pair_link=tuple(
             (pairs[p], _rounded(prices.pair_link[:, p])) for p in range(o.pairs) if prices.pair_link[:, p].any()
         ),

@@ -104,6 +104,10 @@ class Pricer:
         self.copy_usd = options.pair_usd[options.pair] if options.stored_per_type else np.zeros(options.count)
         self.copy_gb = options.pair_gb[options.pair] if options.stored_per_type else np.zeros(options.count)
 
+    def copies(self, budget: float, storage: float) -> FloatArray:
+        """(O,) what a type's own copy of an option's weights costs at prices of budget and storage."""
+        return np.asarray((1 + budget / self.budget_usd) * self.copy_usd + storage / self.storage_gb * self.copy_gb)
+
     def units(self, prices: Prices, budget: float, storage: float) -> FloatArray:
         """(I, O) what all of a type costs on an option, its shares of the rows included."""
         o = self.options
@@ -119,7 +123,7 @@ class Pricer:
         """Prices of using options, of their pairs and of units, one column more for leaving the type unserved."""
         o = self.options
         budget, storage = prices.budget / self.budget_usd, prices.storage / self.storage_gb
-        copies = (1 + budget) * self.copy_usd + storage * self.copy_gb
+        copies = self.copies(prices.budget, prices.storage)
         spared = np.where(within.paid, np.minimum(prices.copy, copies), 0.0)
         fixed = prices.link + copies - spared
         usable = (o.most > 0) & ~within.barred & (within.most > 0)
@@ -180,13 +184,13 @@ class Pricer:
         limits = prices.budget + prices.storage + float(prices.ttft.sum() + prices.unserved @ o.max_unserved)
         return float(least.sum()) + chosen + stored + paid_usd - limits
 
-    def one_more(self, prices: Prices) -> FloatArray:
+    def one_more(self, prices: Prices, within: Restrictions) -> FloatArray:
         """(O,) by how much the bound rises when an option that the bound leaves out must be bought."""
         o, cost = self.options, self.replicas(prices)
         if o.many:
             return np.maximum(cost, 0.0)
-        least_of_pair = np.zeros(o.pairs)
-        np.minimum.at(least_of_pair, o.pair, np.minimum(cost, 0.0))
+        least_of_pair, allowed = np.zeros(o.pairs), within.most > 0
+        np.minimum.at(least_of_pair, o.pair[allowed], np.minimum(cost[allowed], 0.0))
         return np.asarray(cost - least_of_pair[o.pair])
 
 
@@ -400,12 +404,13 @@ class Master:
         for pair, at in self._pair_at.items():
             pair_link[:, pair] = paid[self._pair_links[at]]
         copy = np.zeros((queries, o.count))
+        budget, storage = float(paid[self._budget]), float(paid[self._storage])
+        copies = self._pricer.copies(budget, storage)
         for (query, number), (row, _) in self._copies.items():
-            copy[query, number] = max(float(duals[row]), 0.0)
+            copy[query, number] = min(max(float(duals[row]), 0.0), float(copies[number]))
         ttft = paid[self._ttft] if self._ttft is not None else np.zeros(queries)
         return Prices(
-            link, copy, pair_link, load, cache, ttft, paid[self._unserved], float(paid[self._budget]),
-            float(paid[self._storage]),
+            link, copy, pair_link, load, cache, ttft, paid[self._unserved], budget, storage,
         )  # fmt: skip
 
     def solve(

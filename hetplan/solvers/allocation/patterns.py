@@ -320,4 +320,4 @@ def cheapest_in_part(
             high_x = low_x + ratio * (high_x - low_x)
         else:
             low_x = high_x - ratio * (high_x - low_x)
-    return best
+    return float(best)

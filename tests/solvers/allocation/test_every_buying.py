@@ -6,12 +6,14 @@ import pytest
 from every_buying import broken_limits, least_usd
 from small_problems import readings, small_problem
 
-from hetplan.errors import NoSolutionError
+import hetplan as hp
+from hetplan.errors import InfeasibleError, NoSolutionError
 from hetplan.problem.allocation import AllocationProblem, Decisions
 from hetplan.solvers.allocation.assignment import choose
 from hetplan.solvers.allocation.milp import solve_literal
 from hetplan.solvers.allocation.options import make_options
 from hetplan.solvers.base import get_allocation_solver
+from hetplan.verification import examine_plan
 
 READINGS = readings()
 # Seconds that no search here comes near.
@@ -34,6 +36,7 @@ def assert_programs_agree(problem: AllocationProblem) -> None:
         assert strong is not None
         assert strong.usd == pytest.approx(least, rel=1e-6)
         assert broken_limits(problem, options, strong) == []
+    assert_exact_agrees(problem, least)
     for solver in HEURISTICS:
         try:
             found = solver.solve(problem)
@@ -42,6 +45,30 @@ def assert_programs_agree(problem: AllocationProblem) -> None:
         assert least is not None
         assert found.assignment.usd >= least * (1 - 1e-9)
         assert broken_limits(problem, found.options, found.assignment) == []
+
+
+def assert_exact_agrees(problem: AllocationProblem, least: float | None) -> None:
+    """Branch and price finds the cheapest buying, and its proof convinces a checker that knows only the problem."""
+    if least is None:
+        with pytest.raises(InfeasibleError):
+            hp.optimize(problem, solver="milp")
+        return
+    if least == pytest.approx(penalties_usd(problem), rel=1e-9):
+        with pytest.raises(InfeasibleError, match="serving nothing costs least"):
+            hp.optimize(problem, solver="milp")
+        return
+    plan = hp.optimize(problem, solver="milp")
+    assert plan.objective == pytest.approx(least, rel=1e-6)
+    assert plan.status == "optimal"
+    violations, confirmed = examine_plan(plan)
+    assert violations == []
+    assert confirmed is not None
+
+
+def penalties_usd(problem: AllocationProblem) -> float:
+    """What it costs to serve nothing."""
+    hours = problem.horizon_hours if problem.decisions.penalties == "per_request" else None
+    return sum(q.unserved_usd * (q.requests_per_hour * hours if hours else 1.0) for q in problem.query_types)
 
 
 HEURISTICS = [
