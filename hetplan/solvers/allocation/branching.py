@@ -244,6 +244,9 @@ class Tree:
         # Nothing is bought in part: what the bound leaves out are copies, or stored weights.
         copies = Pricer(o).copy_usd * np.minimum(found.used, 1 - found.used)
         copies[within.paid | within.barred | (found.used < _WHOLE)] = 0.0
+        for query, number in np.argwhere(within.paid).tolist():
+            # One copy serves all options of its pair.
+            copies[query, o.pair == o.pair[number]] = 0.0
         open_ones = [n for n in bought if within.least[n] < bought[n]]
         if copies.max(initial=0.0) > _WHOLE:
             query, number = divmod(int(np.argmax(copies)), o.count)

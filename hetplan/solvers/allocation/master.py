@@ -125,7 +125,13 @@ class Pricer:
         budget, storage = prices.budget / self.budget_usd, prices.storage / self.storage_gb
         copies = self.copies(prices.budget, prices.storage)
         spared = np.where(within.paid, np.minimum(prices.copy, copies), 0.0)
-        fixed = prices.link + copies - spared
+        # The copy of a pair, whichever of its options are used: where there may be several, once for all of them.
+        copy = copies - spared
+        fixed, pair_fixed = prices.link + copy, prices.pair_link[:, o.pair]
+        if o.many and o.stored_per_type:
+            of_pair = np.zeros((len(spared), o.pairs))
+            np.add.at(of_pair.T, o.pair, spared.T)
+            fixed, pair_fixed = prices.link, np.maximum(copies - of_pair[:, o.pair], 0.0)
         usable = (o.most > 0) & ~within.barred & (within.most > 0)
         delay = np.where(usable, 0.0 if o.problem.decisions.delay == "each" else o.delay, np.inf)
         none = np.zeros((len(o.unserved_usd), 1))
@@ -136,7 +142,7 @@ class Pricer:
             left = left + prices.ttft[:, None]
         return _Tables(
             np.hstack([fixed, none]),
-            np.hstack([prices.pair_link[:, o.pair], none]),
+            np.hstack([pair_fixed, none]),
             np.hstack([self.units(prices, budget, storage), left]),
             np.hstack([delay, aside]),
             np.hstack([o.error, aside]),
@@ -334,6 +340,7 @@ class Master:
             if value:
                 terms[row] = terms.get(row, 0.0) + value
 
+        copied: set[int] = set()
         for number, share in zip(pattern.members, pattern.shares, strict=True):
             if number < 0:
                 cost += share * float(o.unserved_usd[i])
@@ -342,16 +349,20 @@ class Master:
                     put(int(self._ttft[i]), share)
                 continue
             at = self._at[number]
-            cost += share * float(o.unit_usd[i, number]) + float(p.copy_usd[number])
+            first = int(o.pair[number]) not in copied
+            copied.add(int(o.pair[number]))
+            copy_usd, copy_gb = (float(p.copy_usd[number]), float(p.copy_gb[number])) if first else (0.0, 0.0)
+            cost += share * float(o.unit_usd[i, number]) + copy_usd
             put(int(self._links[at][i]), 1.0)
-            if (i, number) in self._copies:
-                put(self._copies[i, number][0], 1.0)
             put(self._load_rows[at], share * float(o.load[i, number]))
             put(self._cache_rows[at], share * float(o.cache[i, number]))
-            put(self._budget, (share * float(o.storage_usd[i]) + float(p.copy_usd[number])) / p.budget_usd)
-            put(self._storage, (share * float(o.storage_gb[i]) + float(p.copy_gb[number])) / p.storage_gb)
+            put(self._budget, (share * float(o.storage_usd[i]) + copy_usd) / p.budget_usd)
+            put(self._storage, (share * float(o.storage_gb[i]) + copy_gb) / p.storage_gb)
             if self._ttft is not None and o.ttft is not None:
                 put(int(self._ttft[i]), share * float(o.ttft[i, number]))
+        for (query, other), (row, _) in self._copies.items():
+            if query == i and int(o.pair[other]) in copied:
+                put(row, 1.0)
         if self._stored_apart:
             for pair in {int(o.pair[number]) for number in pattern.members if number >= 0}:
                 put(int(self._pair_links[self._pair_at[pair]][i]), 1.0)
@@ -366,7 +377,8 @@ class Master:
         users = [
             column
             for column, pattern in zip(self._pattern_columns, self.patterns, strict=True)
-            if pattern.query == query and number in pattern.members
+            if pattern.query == query
+            and any(other >= 0 and self.options.pair[other] == self.options.pair[number] for other in pattern.members)
         ]
         self._lp.add_row(-np.inf, np.inf, users, [1.0] * len(users))
         row, self._rows = self._rows, self._rows + 1

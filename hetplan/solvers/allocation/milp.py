@@ -289,6 +289,8 @@ class _Literal:
                 label = self.of_option[n]
                 self._add(f"deployed__{label}", [(self.buys[n], 1.0), (self.in_use[pair], -self.most[n])], "<=", 0.0)
                 for row, values in (("memory", o.cache), ("compute", o.load)):
+                    if row == "memory" and not self._cache_can_fill([n]):
+                        continue
                     used = [(self.part[i, n], float(values[i, n])) for i in self.types]
                     self._add(f"{row}__{label}", [*used, (self.buys[n], -1.0)], "<=", 0.0)
             return
@@ -301,13 +303,17 @@ class _Literal:
         weights = {n: self._weights_share(n) for n in members}
         held = [(self.buys[n], weights[n]) for n in members]
         used = []
-        if o.cache[:, members].sum(axis=0).max() > 1:
+        if self._cache_can_fill(members):
             used = [(self.part[i, n], float(o.cache[i, n]) * (1 - weights[n])) for i in self.types for n in members]
         self._add(f"memory__{name}", [*held, *used, (self.in_use[pair], -1.0)], "<=", 0.0)
         # What all of a type takes of one GPU's compute is the same at all degrees.
         first = members[0]
         used = [(self.share[i, pair], float(o.load[i, first] * o.gpus[first])) for i in self.types]
         self._add(f"compute__{name}", [*used, (self.gpus[pair], -1.0)], "<=", 0.0)
+
+    def _cache_can_fill(self, members: Sequence[int]) -> bool:
+        """Whether all types together could fill the memory that weights leave, on any of some options."""
+        return bool(self.options.cache[:, members].sum(axis=0).max() > 1)
 
     def _weights_share(self, number: int) -> float:
         """Of a GPU's memory, what an option's weights take."""

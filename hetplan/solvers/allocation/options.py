@@ -133,14 +133,10 @@ def make_options(problem: AllocationProblem, *, prune: bool = True) -> Options:
         configurations with the same number of GPUs, those with less tensor parallelism (by the paper's formulas they
         are slower and otherwise alike). Without, only what does not fit is left out.
     """
-    columns = _estimated(problem) if problem.configurations else _formulas(problem, prune)
-    keep = columns.free > 0
-    if prune:
-        keep &= columns.rent_usd <= problem.budget_usd * (1 + SLACK)
-    model, tier, tensor, pipeline = (column[keep] for column in columns.names)
-    gpus, rent = tensor * pipeline, columns.rent_usd[keep]
-    tables = (columns.delay_s, columns.ttft_s, columns.load, columns.cache)
-    delay_s, ttft_s, load, cache = (table[:, keep] for table in tables)
+    columns = _estimated(problem, prune) if problem.configurations else _formulas(problem, prune)
+    model, tier, tensor, pipeline = columns.names
+    gpus, rent = tensor * pipeline, columns.rent_usd
+    delay_s, ttft_s, load, cache = columns.delay_s, columns.ttft_s, columns.load, columns.cache
     queries, decisions = problem.query_types, problem.decisions
     requests = np.array([q.requests_per_hour for q in queries]) * problem.horizon_hours
     limit_s = np.array([q.delay_limit_s for q in queries])
@@ -161,7 +157,7 @@ def make_options(problem: AllocationProblem, *, prune: bool = True) -> Options:
     pair_gb = weight_gb[pairs // len(problem.tiers)] if len(pairs) else np.zeros(0)
     return Options(
         problem=problem,
-        number=columns.number[keep],
+        number=columns.number,
         model=model,
         tier=tier,
         tensor_parallel=tensor,
@@ -187,7 +183,7 @@ def make_options(problem: AllocationProblem, *, prune: bool = True) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Configurations before any is left out: model, tier and degrees, and the tables of all."""
+    """Configurations that are options: model, tier and degrees, and their tables."""
 
     number: IntArray
     names: tuple[IntArray, IntArray, IntArray, IntArray]
@@ -196,7 +192,10 @@ class _Columns:
     ttft_s: FloatArray
     load: FloatArray
     cache: FloatArray
-    free: FloatArray
+
+
+def _affordable(problem: AllocationProblem, rent_usd: FloatArray) -> NDArray[np.bool_]:
+    return rent_usd <= problem.budget_usd * (1 + SLACK)
 
 
 def _formulas(problem: AllocationProblem, prune: bool) -> _Columns:
@@ -214,15 +213,27 @@ def _formulas(problem: AllocationProblem, prune: bool) -> _Columns:
     )
     tensor, pipeline = np.array(degrees, dtype=np.int64)[degree].T
     gpus = tensor * pipeline
+    scale = np.array([t.weight_scale if problem.decisions.weights == "scaled" else 1.0 for t in problem.tiers])[tier]
+    weight_gb = np.array([m.weight_gb for m in problem.models])[model]
+    free = np.array([t.memory_gb for t in problem.tiers])[tier] - weight_gb * scale / gpus
+    rent = problem.horizon_hours * np.array([t.usd_per_hour for t in problem.tiers])[tier] * gpus
+    # What is left out leaves before the tables by type are made.
+    keep = free > 0
+    if prune:
+        keep &= _affordable(problem, rent)
+    every = [(n, m) for n in problem.tensor_parallel for m in problem.pipeline_parallel]
+    place = np.array([every.index(pair) for pair in degrees], dtype=np.int64)[degree]
+    number = (model * len(problem.tiers) + tier) * len(every) + place
+    columns = (number, model, tier, tensor, pipeline, gpus)
+    number, model, tier, tensor, pipeline, gpus = (column[keep] for column in columns)
+    weight_gb, free, rent = weight_gb[keep], free[keep], rent[keep]
     queries = problem.query_types
     tier_of = {
         name: np.array([getattr(t, name) for t in problem.tiers])[tier]
         for name in (
-            "memory_gb", "bandwidth_gb_per_s", "tflops", "usd_per_hour", "weight_scale", "link_gb_per_s",
-            "link_latency_s",
+            "bandwidth_gb_per_s", "tflops", "weight_scale", "link_gb_per_s", "link_latency_s",
         )
     }  # fmt: skip
-    weight_gb = np.array([m.weight_gb for m in problem.models])[model]
     kv_gb = np.array([m.kv_bytes_per_token for m in problem.models])[model] / GB
     gflop = np.array([m.gflop_per_token for m in problem.models])[model]
     activation_gb = np.array([m.activation_bytes_per_token for m in problem.models])[model] / GB
@@ -236,36 +247,33 @@ def _formulas(problem: AllocationProblem, prune: bool) -> _Columns:
     delay_s = token_s * tokens / tensor + pipeline * send_s * answer
     capacity = problem.utilization * SECONDS_PER_HOUR * tier_of["tflops"] * gpus
     load = gflop * tokens * per_hour / _GFLOP_PER_TFLOP / capacity
-    scale = tier_of["weight_scale"] if problem.decisions.weights == "scaled" else 1.0
-    free = tier_of["memory_gb"] - weight_gb * scale / gpus
     if problem.decisions.kv_memory == "littles_law":
         in_flight = per_hour / SECONDS_PER_HOUR * delay_s
     else:
         # T_res = r beta / BW: the time in which one request's cache is read once.
         in_flight = tokens * kv_gb / tier_of["bandwidth_gb_per_s"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cache = np.where(free > 0, kv_gb * tokens / gpus * in_flight / free, np.inf)
-    rent = problem.horizon_hours * tier_of["usd_per_hour"] * gpus
+    cache = kv_gb * tokens / gpus * in_flight / free
     names = (model, tier, tensor, pipeline)
-    every = [(n, m) for n in problem.tensor_parallel for m in problem.pipeline_parallel]
-    at = np.array([every.index(pair) for pair in degrees], dtype=np.int64)
-    number = (model * len(problem.tiers) + tier) * len(every) + np.tile(at, len(model) // max(len(at), 1))
-    return _Columns(number, names, rent, delay_s, token_s * prompt / tensor, load, cache, free)
+    return _Columns(number, names, rent, delay_s, token_s * prompt / tensor, load, cache)
 
 
-def _estimated(problem: AllocationProblem) -> _Columns:
+def _estimated(problem: AllocationProblem, prune: bool) -> _Columns:
     """Columns of the configurations whose delays and capacities are given."""
-    given = problem.configurations
-    model, tier, tensor, pipeline = np.array(
+    rent = problem.horizon_hours * np.array([c.usd_per_hour for c in problem.configurations])
+    keep = _affordable(problem, rent) if prune else np.ones(len(rent), dtype=bool)
+    given = [c for c, kept in zip(problem.configurations, keep.tolist(), strict=True) if kept]
+    names = np.array(
         [(c.model, c.tier, c.tensor_parallel, c.pipeline_parallel) for c in given], dtype=np.int64
-    ).T
+    ).reshape(-1, 4)
+    model, tier, tensor, pipeline = names.T
+    shape = (len(given), len(problem.query_types))
     per_hour = np.array([q.requests_per_hour for q in problem.query_types])[:, None]
-    load = per_hour / np.array([c.capacity_per_hour for c in given]).T
-    rent = problem.horizon_hours * np.array([c.usd_per_hour for c in given])
-    delay_s, ttft_s = np.array([c.delay_s for c in given]).T, np.array([c.ttft_s for c in given]).T
+    load = per_hour / np.array([c.capacity_per_hour for c in given]).reshape(shape).T
+    delay_s = np.array([c.delay_s for c in given]).reshape(shape).T
+    ttft_s = np.array([c.ttft_s for c in given]).reshape(shape).T
     # Their capacities count with the KV cache already.
-    none, fits = np.zeros_like(load), np.ones(len(given))
-    return _Columns(np.arange(len(given)), (model, tier, tensor, pipeline), rent, delay_s, ttft_s, load, none, fits)
+    none = np.zeros_like(load)
+    return _Columns(np.flatnonzero(keep), (model, tier, tensor, pipeline), rent[keep], delay_s, ttft_s, load, none)
 
 
 def _most(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import numpy as np
 import pytest
 from every_buying import broken_limits, least_usd
 from small_problems import readings, small_problem
@@ -18,6 +21,13 @@ from hetplan.verification import examine_plan
 READINGS = readings()
 # Seconds that no search here comes near.
 AMPLE_S = 60.0
+
+
+HEURISTICS = [
+    get_allocation_solver(name, **{without: False} if without else {})
+    for name in ("gh", "agh")
+    for without in ("", "m1", "m2", "m3")
+]
 
 
 def assert_programs_agree(problem: AllocationProblem) -> None:
@@ -71,13 +81,6 @@ def penalties_usd(problem: AllocationProblem) -> float:
     return sum(q.unserved_usd * (q.requests_per_hour * hours if hours else 1.0) for q in problem.query_types)
 
 
-HEURISTICS = [
-    get_allocation_solver(name, **{without: False} if without else {})
-    for name in ("gh", "agh")
-    for without in ("", "m1", "m2", "m3")
-]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("number", range(len(READINGS)))
 def test_programs_find_the_cheapest_buying(number: int, seed: int) -> None:
@@ -96,3 +99,22 @@ def test_with_three_types(decisions: Decisions, seed: int) -> None:
 def test_with_estimated_configurations(replicas: str, delay: str, seed: int) -> None:
     decisions = Decisions().replace(replicas=replicas, delay=delay)
     assert_programs_agree(small_problem(seed, decisions, estimated=True, ttft=True))
+
+
+def test_heuristics_keep_every_limit_under_any_reading() -> None:
+    """Many types on few groups: larger groups, whose delays are given, can be slower for those that are there."""
+    stream = np.random.default_rng(5)
+    tried = 0
+    for seed in range(150):
+        chosen = {name: str(stream.choice(get_args(f.annotation))) for name, f in Decisions.model_fields.items()}
+        problem = small_problem(
+            seed, Decisions(**chosen), types=2 + seed % 4, estimated=seed % 5 > 1, ttft=seed % 2 == 1
+        )
+        for solver in HEURISTICS:
+            try:
+                found = solver.solve(problem)
+            except NoSolutionError:
+                continue
+            tried += 1
+            assert broken_limits(problem, found.options, found.assignment) == [], f"{solver.name}, seed {seed}"
+    assert tried > 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pulp
@@ -9,10 +10,10 @@ import pytest
 from small_problems import small_problem
 
 from hetplan.errors import InvalidInputError
-from hetplan.problem.allocation import AllocationProblem, Decisions
-from hetplan.solvers.allocation.assignment import choose
+from hetplan.problem.allocation import AllocationProblem, Decisions, DecisionsName
+from hetplan.solvers.allocation.assignment import Assignment, choose
 from hetplan.solvers.allocation.milp import literal_model, solve_literal, write_model
-from hetplan.solvers.allocation.options import make_options
+from hetplan.solvers.allocation.options import Options, make_options
 
 # Seconds that no search here comes near.
 AMPLE_S = 60.0
@@ -22,13 +23,48 @@ def variables_of(model: pulp.LpProblem) -> set[str]:
     return {variable.name for variable in model.variables()}
 
 
+def usd_of(model: pulp.LpProblem, options: Options, found: Assignment) -> float:
+    """The program's objective at an assignment, once every row and bound of it holds there."""
+    problem = options.problem
+    values: dict[str, float] = dict.fromkeys(variables_of(model), 0.0)
+
+    def label(name: str) -> str:
+        return re.sub("[^A-Za-z0-9.]", "_", name)
+
+    types = [label(query.name) for query in problem.query_types]
+    for i, query in enumerate(types):
+        values[f"unserved__{query}"] = max(1.0 - float(found.shares[i].sum()), 0.0)
+    for n in range(options.count):
+        pair = f"{label(problem.models[options.model[n]].name)}__{label(problem.tiers[options.tier[n]].name)}"
+        option = f"{pair}__tp{options.tensor_parallel[n]}_pp{options.pipeline_parallel[n]}"
+        count = int(found.replicas[n])
+        values[f"buys__{option}"] = count
+        values[f"gpus__{pair}"] += count * int(options.gpus[n])
+        values[f"in_use__{pair}"] = max(values[f"in_use__{pair}"], min(count, 1))
+        for i, query in enumerate(types):
+            x = float(found.shares[i, n])
+            values[f"part__{query}__{option}"] = x
+            values[f"share__{query}__{pair}"] += x
+            values[f"serves__{query}__{pair}"] = max(values[f"serves__{query}__{pair}"], float(x > 0))
+    assert values.keys() == variables_of(model)
+    for variable in model.variables():
+        variable.varValue = values[variable.name]
+        assert variable.lowBound - 1e-8 <= variable.varValue <= variable.upBound + 1e-8, variable.name
+    for row in model.constraints():
+        slack = float(row.value()) * (1 if row.sense == pulp.LpConstraintLE else -1)
+        assert abs(slack) < 1e-8 or (row.sense != pulp.LpConstraintEQ and slack < 0), row.name
+    return float(model.objective.value())
+
+
+@pytest.mark.parametrize("decisions", ["default", "paper"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_small_instance_of_the_family_costs_what_the_strong_form_says(seed: int) -> None:
-    problem = AllocationProblem.canonical(query_types=4, models=4, tiers=5, seed=seed, decisions="paper")
-    options = make_options(problem, prune=False)
+def test_a_small_instance_of_the_family_costs_what_the_strong_form_says(seed: int, decisions: DecisionsName) -> None:
+    problem = AllocationProblem.canonical(query_types=4, models=4, tiers=5, seed=seed, decisions=decisions)
+    options = make_options(problem)
     strong = choose(options, range(options.count), time_limit_s=AMPLE_S)
     assert strong is not None
-    # From nothing, HiGHS takes minutes: with a second's search its answer and its bound lie around the optimum.
+    assert usd_of(literal_model(problem), options, strong) == pytest.approx(strong.usd, rel=1e-6)
+    # From nothing, HiGHS can take minutes: after a second its answer and its bound lie around the optimum.
     literal = solve_literal(problem, time_limit_s=1.0)
     assert literal.bound_usd is not None
     assert literal.bound_usd <= strong.usd * (1 + 1e-6)
