@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import hetplan as hp
+from benchmarks.allocation import allocation
 from benchmarks.clusters import GPUS_24, GPUS_76, WORKLOAD
 from benchmarks.placement import placement
 from benchmarks.predict_then_measure import predict_then_measure
@@ -150,7 +151,7 @@ def demo() -> None:
 
 def main() -> None:
     """Run all, or those named on the command line."""
-    sections = {f.__name__: f for f in (algorithm_1, growth, auto, placement, predictions, demo)}
+    sections = {f.__name__: f for f in (algorithm_1, growth, auto, placement, allocation, predictions, demo)}
     # Only when named: they need vLLM's environment.
     engines = {f.__name__: f for f in (predict_then_measure,)}
     for name in sys.argv[1:] or sections:

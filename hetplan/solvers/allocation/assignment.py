@@ -32,16 +32,20 @@ class Assignment:
 def total_usd(options: Options, replicas: IntArray, shares: FloatArray) -> float:
     """The objective of a whole answer, term by term."""
     o = options
-    used = shares > NEXT_TO_NOTHING
     unserved = np.maximum(1.0 - shares.sum(axis=1), 0.0)
-    if o.stored_per_type:
-        # A type's copy for each pair of model and tier that it uses.
-        queries, numbers = np.nonzero(used)
-        copies = np.unique(queries * o.pairs + o.pair[numbers])
-        stored = float(o.pair_usd[copies % o.pairs].sum()) if len(copies) else 0.0
-    else:
-        stored = float(o.pair_usd[np.unique(o.pair[replicas > 0])].sum())
+    usd_per_gb = o.problem.storage_usd_per_gb_hour * o.problem.horizon_hours
+    stored = stored_weights_gb(o, replicas, shares) * usd_per_gb
     return float(o.rent_usd @ replicas) + stored + float((o.unit_usd * shares).sum() + o.unserved_usd @ unserved)
+
+
+def stored_weights_gb(options: Options, replicas: IntArray, shares: FloatArray) -> float:
+    """Of each pair of model and tier that is bought, or of each type a copy for each pair that it uses."""
+    o = options
+    if not o.stored_per_type:
+        return float(o.pair_gb[np.unique(o.pair[replicas > 0])].sum())
+    queries, numbers = np.nonzero(shares > NEXT_TO_NOTHING)
+    copies = np.unique(queries * o.pairs + o.pair[numbers])
+    return float(o.pair_gb[copies % o.pairs].sum()) if len(copies) else 0.0
 
 
 def assign(options: Options, replicas: Mapping[int, int], *, time_limit_s: float = math.inf) -> Assignment | None:

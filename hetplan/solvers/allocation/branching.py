@@ -17,9 +17,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hetplan.solvers.allocation.assignment import Assignment, assign, choose
+from hetplan.solvers.allocation.assignment import (
+    NEXT_TO_NOTHING,
+    Assignment,
+    assign,
+    choose,
+    stored_weights_gb,
+    total_usd,
+)
 from hetplan.solvers.allocation.master import Found, Master, Pattern, Pricer, Prices, Restrictions
-from hetplan.solvers.allocation.options import Options
+from hetplan.solvers.allocation.options import SLACK, Options
 
 # How far from whole a number is that counts as whole.
 _WHOLE = 1e-6
@@ -29,6 +36,8 @@ _NEAR = 8
 _SEARCH_S, _EVERY, _SEARCH_SHARE = 1.0, 8, 0.2
 # Share of the time after which the root's program is left as it is, and of what is left then that a search may take.
 _ROOT_SHARE, _LAST_SHARE = 0.6, 0.9
+# Seconds for the best shares on options that are whole; the choice of copies goes on in the tree.
+_ASSIGN_S = 0.3
 # Seconds of search that the root has for nothing.
 _FIRST_SEARCH_S = 0.1
 # Options of the root that the tree begins with, and the share above their type's price up to which it keeps patterns.
@@ -83,6 +92,7 @@ class Tree:
     infeasible: bool = False
     _began: float = field(default_factory=time.monotonic)
     _searched_s: float = -_FIRST_SEARCH_S
+    _assigned: set[tuple[tuple[int, int], ...]] = field(default_factory=set)
     # What is proven of the answers with closed options.
     _least_closed: float = math.inf
 
@@ -238,7 +248,12 @@ class Tree:
             self._split(node, within, number, int(down[number]))
             return
         bought = {int(n): round(replicas[n]) for n in np.flatnonzero(replicas > _WHOLE)}
-        self._take(assign(o, bought, time_limit_s=max(min(10.0, self.deadline - time.monotonic()), 0.1)))
+        key = tuple(sorted(bought.items()))
+        if key not in self._assigned:
+            self._assigned.add(key)
+            limit_s = min(_ASSIGN_S, max(self.deadline - time.monotonic(), 0.1))
+            self._take(assign(o, bought, time_limit_s=limit_s))
+        self._take(self._as_it_is(found, bought))
         if node.bound >= self._cutoff():
             return
         # Nothing is bought in part: what the bound leaves out are copies, or stored weights.
@@ -260,6 +275,23 @@ class Tree:
         elif open_ones:
             number = max(open_ones, key=lambda n: float(o.rent_usd[n]))
             self._split(node, within, number, bought[number] - 1)
+
+    def _as_it_is(self, found: Found, bought: dict[int, int]) -> Assignment | None:
+        """The program's own solution, where replicas are whole and whole copies keep budget and storage."""
+        o = self.options
+        replicas = np.zeros(o.count, dtype=np.int64)
+        for number, many in bought.items():
+            replicas[number] = many
+        shares = np.where((found.shares > NEXT_TO_NOTHING) & (replicas > 0), found.shares, 0.0)
+        unserved = 1 - shares.sum(axis=1)
+        stored_gb = stored_weights_gb(o, replicas, shares)
+        usd_per_gb = o.problem.storage_usd_per_gb_hour * o.problem.horizon_hours
+        gb = stored_gb + float(o.storage_gb @ shares.sum(axis=1))
+        paid = float(o.rent_usd @ replicas) + usd_per_gb * gb
+        keeps = gb <= o.problem.storage_capacity_gb and paid <= o.problem.budget_usd
+        if not keeps or (unserved > o.max_unserved + SLACK).any():
+            return None
+        return Assignment(replicas, shares, total_usd(o, replicas, shares))
 
     def _split(self, node: Node, within: Restrictions, number: int, most: int) -> None:
         """At most so many replicas of an option, and more."""

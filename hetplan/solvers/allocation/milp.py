@@ -38,12 +38,12 @@ from typing import NamedTuple
 import numpy as np
 import pulp
 
-from hetplan.errors import InvalidInputError
+from hetplan.errors import InfeasibleError, InvalidInputError
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.assignment import NEXT_TO_NOTHING, Assignment, total_usd
 from hetplan.solvers.allocation.options import SLACK, make_options
 from hetplan.solvers.base import check_time_limit
-from hetplan.solvers.highs import Milp, Status, maximise
+from hetplan.solvers.highs import Milp, Status, maximise, maximise_linear
 
 # Characters of a name in a variable's: PuLP refuses to write names of more than a hundred.
 _LABEL = 22
@@ -127,6 +127,20 @@ def solve_literal(problem: AllocationProblem, *, time_limit_s: float = 60.0, gap
         if value > NEXT_TO_NOTHING and replicas[number] > 0:
             shares[i, number] = value
     return LiteralResult(found.status, usd, bound_usd, Assignment(replicas, shares, total_usd(o, replicas, shares)))
+
+
+def relaxed_usd(model: pulp.LpProblem) -> float:
+    """The bound of a program's linear relaxation, in dollars.
+
+    Raises
+    ------
+    InfeasibleError
+        If not even fractions keep its limits.
+    """
+    found = maximise_linear(_program(model)[0])
+    if found is None:
+        raise InfeasibleError("the program's linear relaxation has no solution", [])
+    return -found.objective
 
 
 def _program(model: pulp.LpProblem) -> tuple[Milp, dict[str, int]]:
