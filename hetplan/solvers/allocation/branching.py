@@ -38,6 +38,10 @@ _SEARCH_S, _EVERY, _SEARCH_SHARE = 1.0, 8, 0.2
 _ROOT_SHARE, _LAST_SHARE = 0.6, 0.9
 # Seconds for the best shares on options that are whole; the choice of copies goes on in the tree.
 _ASSIGN_S = 0.3
+# Seconds in which options of an answer are exchanged for others, and how many others.
+_EXCHANGE_S, _EXCHANGED = 0.5, 30
+# Seconds of search that the root has before the tree.
+_ROOT_SEARCH_S = 0.3
 # Seconds of search that the root has for nothing.
 _FIRST_SEARCH_S = 0.1
 # Options of the root that the tree begins with, and the share above their type's price up to which it keeps patterns.
@@ -118,8 +122,12 @@ class Tree:
         self.infeasible = self.best is None and found.bound > self._no_more_usd()
         if self._done() or self.infeasible:
             return
-        self._answers(found, near=_NEAR, limit_s=_LAST_SHARE * (self.deadline - time.monotonic()) if over else None)
+        left = self.deadline - time.monotonic()
+        self._answers(found, near=_NEAR, limit_s=_LAST_SHARE * left if over else min(_ROOT_SEARCH_S, left / 4))
         if self._done() or over:
+            return
+        self._exchange(found)
+        if self._done():
             return
         master = self._lean(master, found)
         count = itertools.count()
@@ -188,12 +196,40 @@ class Tree:
         if near:
             spare = Pricer(self.options).one_more(found.prices, Restrictions.none(self.options))
             used |= set(np.argsort(spare)[:near].tolist())
+            if self.best is not None:
+                used |= set(np.flatnonzero(self.best.replicas).tolist())
         began = time.monotonic()
         limit = min(_SEARCH_S, (self.deadline - began) / 4, _SEARCH_SHARE * (began - self._began) - self._searched_s)
         limit = limit if limit_s is None else limit_s
         if limit > 0:
             self._take(choose(self.options, sorted(used), time_limit_s=limit, gap=max(self.gap / 2, 1e-7)))
             self._searched_s += time.monotonic() - began
+
+    def _exchange(self, found: Found) -> None:
+        """Better answers with an option more, less, or another, of those that cost least beside their rows."""
+        o, began = self.options, time.monotonic()
+        until = began + min(_EXCHANGE_S, (self.deadline - began) / 4)
+        spare = Pricer(o).one_more(found.prices, Restrictions.none(o))
+        near = np.argsort(spare)[:_EXCHANGED].tolist()
+        tried: set[tuple[tuple[int, int], ...]] = set()
+        improved = self.best is not None
+        while improved and self.best is not None:
+            improved = False
+            held = {int(n): int(self.best.replicas[n]) for n in np.flatnonzero(self.best.replicas)}
+            fewer = [{n: count for n, count in held.items() if n != out} for out in held]
+            more = [{**base, n: 1} for n in near if n not in held for base in (*fewer, held)]
+            for bought in (*fewer, *more):
+                key = tuple(sorted(bought.items()))
+                if not bought or key in tried or found.bound + max(float(spare[n]) for n in bought) >= self._cutoff():
+                    continue
+                if time.monotonic() >= until:
+                    return
+                tried.add(key)
+                before = self.best
+                self._take(assign(o, bought, time_limit_s=_ASSIGN_S))
+                if self.best is not before:
+                    improved = True
+                    break
 
     def _lean(self, master: Master, root: Found) -> Master:
         """A new program with the options and patterns that are near their price."""

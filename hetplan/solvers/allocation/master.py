@@ -577,6 +577,7 @@ class Master:
         place = np.full(o.count, -1, dtype=np.int64)
         place[allowed] = np.arange(len(allowed))
         if len(allowed) > _MOST_TRIED:
+            prices = self._afforded(prices)
             some = prices.subset(allowed)
             tables = pricer.tables(some, inside)
 
@@ -619,6 +620,14 @@ class Master:
         link[:, allowed] = some.link
         asked = np.flatnonzero((spare < -near / 4) & np.isfinite(spare))
         return replace(prices, link=link), bound, allowed[asked[np.argsort(spare[asked])][:_OPTIONS]]
+
+    def _afforded(self, prices: Prices) -> Prices:
+        """The prices, lowered where the rows of an option pay more for it than it costs."""
+        pricer = Pricer(self.options)
+        asked = prices.link.sum(axis=0) + prices.load + prices.cache
+        own = pricer.replicas(prices) + asked
+        part = np.where(asked > own, np.maximum(own, 0.0) / np.maximum(asked, 1e-300), 1.0)
+        return replace(prices, link=prices.link * part, load=prices.load * part, cache=prices.cache * part)
 
     def _price(self, tables: _Tables, duals: FloatArray, chosen: IntArray, *, three: bool) -> tuple[int, FloatArray]:
         """Add patterns that are cheaper than their type's price; how many, and each type's cheapest."""

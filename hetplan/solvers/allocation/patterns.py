@@ -17,7 +17,7 @@ from hetplan.solvers.allocation.options import FloatArray, IntArray
 
 _EDGE = 1e-9
 # Golden sections in each of two prices.
-_SECTIONS = 16
+_SECTIONS = 12
 
 
 @njit(cache=True, error_model="numpy", nogil=True)  # type: ignore[untyped-decorator, unused-ignore]
