@@ -222,6 +222,8 @@ class Tree:
                 key = tuple(sorted(bought.items()))
                 if not bought or key in tried or found.bound + max(float(spare[n]) for n in bought) >= self._cutoff():
                     continue
+                if not o.many and len({int(o.pair[n]) for n in bought}) < len(bought):
+                    continue
                 if time.monotonic() >= until:
                     return
                 tried.add(key)
