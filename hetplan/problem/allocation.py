@@ -255,6 +255,15 @@ class AllocationProblem(Frozen):
                 raise ValueError(
                     f"{where}: model {one.model} on tier {one.tier}; there are {len(self.models)} and {len(self.tiers)}"
                 )
+            machine, gpus = self.tiers[one.tier].instance_type, one.tensor_parallel * one.pipeline_parallel
+            if (
+                machine is not None
+                and one.machines * (machine.gpu_count // one.tensor_parallel) * one.tensor_parallel < gpus
+            ):
+                raise ValueError(
+                    f"{where}: {one.pipeline_parallel} groups of {one.tensor_parallel} GPUs do not fit {one.machines} "
+                    f"{machine.name} of {machine.gpu_count}; a group stays in one machine"
+                )
             for name in ("delay_s", "ttft_s", "capacity_per_hour"):
                 if len(getattr(one, name)) != len(self.query_types):
                     raise ValueError(f"{where}: {name} has {len(getattr(one, name))} values; one for each query type")

@@ -42,18 +42,14 @@ def from_tables(folder: Path, *, budget_usd: float, **fields: Any) -> Allocation
             raise InvalidInputError(f"from_tables has no {name!r}. Nearest: {near}")
     models = list(_records(ServedModel, folder / "models.csv", _MODEL_NEEDS, _MODEL_MAY))
     names = [model.name for model in models]
-    queries = list(
-        _records(QueryDemand, folder / "query_types.csv", _QUERY_NEEDS, _QUERY_MAY, each={"errors": names})
-    )
+    queries = list(_records(QueryDemand, folder / "query_types.csv", _QUERY_NEEDS, _QUERY_MAY, each={"errors": names}))
     tiers = list(_records(Tier, folder / "tiers.csv", _TIER_NEEDS, _TIER_MAY))
     given: list[Configuration] = []
     if (folder / "configurations.csv").exists():
         each = {field: [query.name for query in queries] for field in _CONFIGURATION_EACH}
         indices = {"model": names, "tier": [tier.name for tier in tiers]}
         given = list(
-            _records(
-                Configuration, folder / "configurations.csv", _CONFIGURATION_NEEDS, (), each=each, indices=indices
-            )
+            _records(Configuration, folder / "configurations.csv", _CONFIGURATION_NEEDS, (), each=each, indices=indices)
         )
     if "storage_capacity_gb" not in fields:
         traffic = math.fsum(q.storage_kb_per_token * KB / GB * q.tokens * q.requests_per_hour for q in queries)
@@ -85,7 +81,7 @@ def _records(
     """
     each, indices = each or {}, indices or {}
     columns = [f"{field}:{name}" for field, names in each.items() for name in names]
-    found = 0
+    seen: dict[str, int] = {}
     for line, row in read_csv_rows(path, (*needs, *columns), may, max_bytes=_MAX_CSV_BYTES):
         where = f"{path}, line {line}"
         values: dict[str, Any] = {name: row[name] for name in (*needs, *may) if row.get(name)}
@@ -100,9 +96,13 @@ def _records(
             one = kind.from_dict(values)
         except InvalidInputError as error:
             raise InvalidInputError("\n".join(_located(str(error), where, kind.__name__, each))) from None
-        found += 1
+        # A row is known by its name; configurations, which have none, by their line.
+        name = row.get("name", str(line))
+        if name in seen:
+            raise InvalidInputError(f"{where}, column name: {name!r} is in line {seen[name]} already; rename one")
+        seen[name] = line
         yield one
-    if not found:
+    if not seen:
         raise InvalidInputError(f"{path}: no rows below the header; give at least one")
 
 
