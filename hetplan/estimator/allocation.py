@@ -1,4 +1,4 @@
-"""What an allocation problem asks of an estimator: delay, first token and capacity of one replica under steady traffic."""
+"""What an allocation problem asks of an estimator: delay, first token and capacity of a replica in steady traffic."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def estimate_replica(
     service_scv: float = 1.0,
     estimator: EstimatorName = "calibrated",
 ) -> tuple[FloatArray, FloatArray, FloatArray] | None:
-    """Delay, time to first token and capacity of a replica, for each query type alone: the default estimator of
-    `hetplan.AllocationProblem.from_catalog`.
+    """Delay, time to first token and capacity of a replica, for each query type alone.
+
+    The default estimator of `hetplan.AllocationProblem.from_catalog`.
 
     Parameters
     ----------

@@ -280,8 +280,8 @@ def _nothing_fits(served: Sequence[ServedModel], machines: Cluster) -> Infeasibl
     largest = max(gpus, key=lambda name: gpus[name])
     needed, available = least.weight_gb * GB / GIB, gpus[largest] / GIB
     return InfeasibleError(
-        f"no model fits any machine at the degrees given: the smallest, {least.name}, has {needed:.1f} GiB of weights at "
-        f"16 bits, and the largest GPU, {largest}, {available:.1f} GiB. Add machines or degrees, or shorten the longest "
-        "query type",
+        f"no model fits any machine at the degrees given: the smallest, {least.name}, has {needed:.1f} GiB of weights "
+        f"at 16 bits, and the largest GPU, {largest}, {available:.1f} GiB. Add machines or degrees, or shorten the "
+        "longest query type",
         [Reason("memory", least.name, needed, available, "GiB")],
     )

@@ -126,8 +126,8 @@ def save(problem: AllocationProblem, path: Path) -> None:
         size = len(text.encode("utf-8"))
         if size > MAX_BYTES:
             raise InvalidInputError(
-                f"{path}: {format_bytes(size)} as YAML, of which at most {format_bytes(MAX_BYTES)} are read. Save it as "
-                ".json"
+                f"{path}: {format_bytes(size)} as YAML, of which at most {format_bytes(MAX_BYTES)} are read. Save it "
+                "as .json"
             )
     else:
         raise InvalidInputError(f"{path}: a problem is saved as .json, .yaml or .yml; choose one")

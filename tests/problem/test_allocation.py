@@ -241,7 +241,9 @@ def test_a_replica_must_fit_its_machines() -> None:
 # ---- tables
 
 TABLES = {
-    "models.csv": "name,weight_gb,kv_bytes_per_token,gflop_per_token,layers\nsmall,2,32768,2,16\nlarge,16,131072,16,32\n",
+    "models.csv": (
+        "name,weight_gb,kv_bytes_per_token,gflop_per_token,layers\nsmall,2,32768,2,16\nlarge,16,131072,16,32\n"
+    ),
     "query_types.csv": (
         "name,input_tokens,output_tokens,requests_per_hour,delay_limit_s,error_limit,delay_usd_per_ms,unserved_usd,"
         "slowness,errors:small,errors:large\n"
