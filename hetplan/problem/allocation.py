@@ -385,13 +385,16 @@ class AllocationProblem(Frozen):
         """
         from hetplan.problem.allocation_catalog import from_catalog
 
-        if estimator is None:
-            from hetplan.estimator.allocation import estimate_replica as estimator
+        asked = estimator
+        if asked is None:
+            from hetplan.estimator.allocation import estimate_replica
+
+            asked = estimate_replica
         return from_catalog(
             query_types=query_types,
             models=models,
             cluster=cluster,
-            estimator=estimator,
+            estimator=asked,
             budget_usd=budget_usd,
             utilization=utilization,
             tensor_parallel=tensor_parallel,
