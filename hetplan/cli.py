@@ -35,6 +35,9 @@ _console = Console(stderr=True, markup=False, highlight=False)
 if not _console.is_terminal:
     _console = Console(stderr=True, markup=False, highlight=False, width=100)
 
+# Options of `optimize` that say how a problem is solved, of whatever kind it is.
+_SOLVING = ("solver", "time_limit_s", "seed")
+
 # An unknown option, a missing argument, a value of the wrong type: wherever this typer keeps the class.
 _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[1]
 
@@ -74,7 +77,11 @@ def optimize(
     ] = None,
     objective: Annotated[str | None, typer.Option(help="throughput, throughput_per_cost or cost.")] = None,
     solver: Annotated[
-        str | None, typer.Option(help="auto, dp-beam, even, alpaserve, helix, hexgen or spotserve.")
+        str | None,
+        typer.Option(
+            help="auto, exact, dp-beam, even, alpaserve, helix, hexgen or spotserve; "
+            "of an allocation problem auto, milp, gh or agh."
+        ),
     ] = None,
     search: Annotated[str | None, typer.Option(help="dp-beam's search: default or paper.")] = None,
     beam_width: Annotated[int | None, typer.Option(help="dp-beam's k.")] = None,
@@ -139,6 +146,14 @@ def optimize(
             "search": search,
             "beam_width": beam_width,
         }
+        if "problem" in arguments:
+            placing = [n for n, value in given.items() if value is not None and n not in _SOLVING]
+            placing += ["calibration"] if calibration else []
+            if placing:
+                raise InvalidInputError(
+                    f"{problem} is an allocation problem, which --{placing[0].replace('_', '-')} does not belong to; "
+                    "leave it out"
+                )
         arguments |= {name: value for name, value in given.items() if value is not None}
         if calibration:
             arguments["calibrations"] = arguments.get("calibrations", {}) | read_calibrations(calibration)
@@ -237,7 +252,13 @@ def verify(
         loaded = hp.Plan.load(plan)
         violations, confirmed = examine_plan(loaded)
         used = {offer for d in loaded.deployments for p in d.pipelines for offer in p.nodes}
-        offers = [pool.offer for pool in loaded.placement.cluster.pools if pool.offer.name in used]
+        asked = loaded.problem
+        listed = (
+            [tier.offer for tier in asked.tiers if tier.offer is not None]
+            if isinstance(asked, hp.AllocationProblem)
+            else [pool.offer for pool in asked.cluster.pools]
+        )
+        offers = [offer for offer in listed if offer.name in used]
         warnings = price_warnings(offers, _today(), max_age_days=max_price_age)
         for warning in warnings:
             _console.print(f"warning: {warning}")

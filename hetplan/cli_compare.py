@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hetplan.errors import InvalidInputError
+from hetplan.errors import InvalidInputError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from hetplan.solvers.compare import Comparison
@@ -39,6 +39,11 @@ def add_compare(app: typer.Typer, *, answer: Answer, console: Console) -> None:
             from hetplan.report import comparison_figure, comparison_table
 
             asked = read_problem_file(problem)
+            if "problem" in asked:
+                raise UnsupportedFeatureError(
+                    f"{problem} is an allocation problem, and compare sets the solvers of placement problems side by "
+                    "side. Run `hetplan optimize` with --solver milp, gh, agh and auto"
+                )
             for name in ("solver", "solver_options", "time_limit_s", "seed"):
                 asked.pop(name, None)
             with _progress(console) as on_progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
@@ -73,6 +74,49 @@ def read_lines(path: str | Path, max_bytes: int = MAX_BYTES) -> Iterator[str]:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file whose top level is a mapping; see `parse_yaml`."""
     return parse_yaml(read_text(path), str(path))
+
+
+def yaml_text(values: dict[str, Any]) -> str:
+    """Plain data as YAML text that `parse_yaml` reads: keys in their order, no anchors."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """A JSON file whose top level is an object, without repeated keys.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file cannot be read, is too large or is not such JSON.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} is given twice; keep one")
+        return found
+
+    def refuse(text: str) -> None:
+        raise ValueError(f"{text} is not a finite number; give one or leave the key out")
+
+    try:
+        data = json.loads(read_text(path, max_bytes), object_pairs_hook=once, parse_constant=refuse)
+    except RecursionError:
+        raise InvalidInputError(f"{path}: nested too deeply; flatten it") from None
+    except ValueError as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        raise InvalidInputError(f"{path}: not readable JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidInputError(f"{path}: the top level must be a mapping of keys to values")
+    return data
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:

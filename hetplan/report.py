@@ -13,6 +13,7 @@ from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import pipeline_times
 from hetplan.estimator.prediction import ReplicaPrediction, shapes_of
 from hetplan.plan import Plan, Prediction
+from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.compare import Comparison
 from hetplan.units import GIB, format_seconds
 
@@ -21,19 +22,13 @@ if TYPE_CHECKING:
 
 
 def plan_tables(plan: Plan) -> RenderableType:
-    """A plan as tables: totals, then each pipeline with its stages, memory and predictions."""
-    total = Table(title=f"Plan for {plan.placement.model.name}", show_header=False, title_justify="left")
-    total.add_column(style="bold")
-    total.add_column()
-    total.add_row("throughput", f"{plan.requests_per_s:.3f} req/s")
-    total.add_row("cost", f"{plan.cost_usd_per_hour:.4f} $/h")
-    if plan.egress_usd_per_hour:
-        total.add_row("of it egress", f"{plan.egress_usd_per_hour:.4f} $/h")
-    total.add_row("output tokens", f"{plan.usd_per_million_output_tokens:.3f} $ per million")
-    total.add_row("objective", f"{plan.objective_name} = {plan.objective:.6g} ({plan.status})")
-    if plan.bound is not None and plan.gap is not None:
-        total.add_row("proven bound", f"{plan.bound:.6g}, gap {plan.gap:.1%}")
-    total.add_row("solver", f"{plan.provenance.solver}, estimator {plan.placement.estimator}")
+    """A plan as tables: totals, then each pipeline with its stages, memory and predictions.
+
+    Of an allocation problem: totals, the deployments, and where each query type is sent.
+    """
+    if isinstance(plan.problem, AllocationProblem):
+        return _allocation_tables(plan, plan.problem)
+    total = _totals(f"Plan for {plan.placement.model.name}", plan, f"estimator {plan.placement.estimator}")
     parts: list[RenderableType] = [total]
     for deployment in plan.deployments:
         for number, pipeline in enumerate(deployment.pipelines, start=1):
@@ -66,6 +61,69 @@ def plan_tables(plan: Plan) -> RenderableType:
             table.caption_justify = "left"
             parts += [Text(), table, Text(p.requests_per_s.source, style="dim")]
     return Group(*parts)
+
+
+def _totals(title: str, plan: Plan, made_by: str) -> Table:
+    total = Table(title=title, show_header=False, title_justify="left")
+    total.add_column(style="bold")
+    total.add_column()
+    total.add_row("throughput", f"{plan.requests_per_s:.3f} req/s")
+    total.add_row("cost", f"{plan.cost_usd_per_hour:.4f} $/h")
+    if plan.egress_usd_per_hour:
+        total.add_row("of it egress", f"{plan.egress_usd_per_hour:.4f} $/h")
+    total.add_row("output tokens", f"{plan.usd_per_million_output_tokens:.3f} $ per million")
+    total.add_row("objective", f"{plan.objective_name} = {plan.objective:.6g} ({plan.status})")
+    if plan.bound is not None and plan.gap is not None:
+        total.add_row("proven bound", f"{plan.bound:.6g}, gap {plan.gap:.1%}")
+    total.add_row("solver", f"{plan.provenance.solver}, {made_by}")
+    return total
+
+
+def _allocation_tables(plan: Plan, problem: AllocationProblem) -> RenderableType:
+    source = "estimated delays" if problem.configurations else "the paper's formulas"
+    total = _totals(f"Plan for {len(problem.query_types)} query types", plan, source)
+    rent = plan.cost_usd_per_hour * problem.horizon_hours
+    total.add_row("rent", f"{rent:.2f} $ in {problem.horizon_hours:g} h, budget {problem.budget_usd:.2f} $")
+    bought = Table(title="Deployments", title_justify="left")
+    for name in ("", "model", "machines"):
+        bought.add_column(name, no_wrap=True)
+    for name in ("copies", "TP", "PP", "$/h", "req/s", "delay", "TTFT"):
+        bought.add_column(name, justify="right")
+    for number, deployment in enumerate(plan.deployments, start=1):
+        for pipeline in deployment.pipelines:
+            p, machines = pipeline.predictions, len(pipeline.nodes)
+            bought.add_row(
+                f"D{number}",
+                deployment.model,
+                pipeline.stages[0].instance_type + (f" x {machines}" if machines > 1 else ""),
+                str(pipeline.count),
+                str(pipeline.stages[0].tensor_parallel),
+                str(len(pipeline.stages)),
+                f"{pipeline.count * pipeline.cost_usd_per_hour:.4f}",
+                f"{pipeline.count * p.requests_per_s.value:.3f}",
+                format_seconds(p.latency_s.value),
+                format_seconds(p.ttft_s.value),
+            )
+    bought.caption = "$/h and req/s of all copies; mean delay and TTFT of what is sent there."
+    bought.caption_justify = "left"
+    sent = Table(title="Routes", title_justify="left")
+    sent.add_column("query type", overflow="fold")
+    for number in range(1, len(plan.deployments) + 1):
+        sent.add_column(f"D{number}", justify="right")
+    sent.add_column("unserved", justify="right")
+    for query in problem.query_types:
+        shares = [0.0] * len(plan.deployments)
+        for route in plan.routes:
+            if route.query_type == query.name:
+                shares[route.deployment] += route.fraction
+        unserved = max(1.0 - sum(shares), 0.0)
+        # What is left of a sum of fractions is no traffic.
+        sent.add_row(query.name, *(_share(share) for share in shares), _share(unserved if unserved > 1e-9 else 0.0))
+    return Group(total, Text(), bought, Text(), sent)
+
+
+def _share(fraction: float) -> str:
+    return f"{fraction:.1%}" if fraction > 0 else ""
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -24,7 +24,9 @@ or states in a way that cannot be meant, is a named option of `Decisions`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,7 +34,10 @@ from hetplan.base import Frozen
 from hetplan.catalog.dtypes import Dtype
 from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.model import ModelSpec
-from hetplan.catalog.offers import Offer
+from hetplan.catalog.offers import Market, Offer
+
+if TYPE_CHECKING:
+    from hetplan.problem.allocation_catalog import ClusterLike, ReplicaEstimator, ServedModelLike
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -170,7 +175,7 @@ class Configuration(Frozen):
     delay_s, ttft_s : tuple of float
         Mean of each query type at the problem's utilisation.
     capacity_per_hour : tuple of float
-        Requests of each type that one replica serves when it serves nothing else.
+        Requests of each type that one replica may be sent at the problem's utilisation when it serves nothing else.
     """
 
     model: Annotated[int, Field(ge=0)]
@@ -250,6 +255,15 @@ class AllocationProblem(Frozen):
                 raise ValueError(
                     f"{where}: model {one.model} on tier {one.tier}; there are {len(self.models)} and {len(self.tiers)}"
                 )
+            machine, gpus = self.tiers[one.tier].instance_type, one.tensor_parallel * one.pipeline_parallel
+            if (
+                machine is not None
+                and one.machines * (machine.gpu_count // one.tensor_parallel) * one.tensor_parallel < gpus
+            ):
+                raise ValueError(
+                    f"{where}: {one.pipeline_parallel} groups of {one.tensor_parallel} GPUs do not fit {one.machines} "
+                    f"{machine.name} of {machine.gpu_count}; a group stays in one machine"
+                )
             for name in ("delay_s", "ttft_s", "capacity_per_hour"):
                 if len(getattr(one, name)) != len(self.query_types):
                     raise ValueError(f"{where}: {name} has {len(getattr(one, name))} values; one for each query type")
@@ -296,3 +310,154 @@ class AllocationProblem(Frozen):
         from hetplan.problem.instances import canonical
 
         return canonical(query_types, models, tiers, seed, decisions, budget_usd, storage)
+
+    @classmethod
+    def from_catalog(
+        cls,
+        *,
+        query_types: Sequence[QueryDemand | Mapping[str, Any]],
+        models: Sequence[ServedModelLike],
+        cluster: ClusterLike,
+        budget_usd: float,
+        estimator: ReplicaEstimator | None = None,
+        utilization: float = 0.7,
+        tensor_parallel: Sequence[int] = (1, 2, 4, 8),
+        pipeline_parallel: Sequence[int] = (1, 2),
+        horizon_hours: float = 24.0,
+        storage_capacity_gb: float | None = None,
+        storage_usd_per_gb_hour: float = 0.0,
+        decisions: DecisionsName | Decisions = "default",
+        region: str = "us-west-2",
+        market: Market = "on_demand",
+        provider: str = "aws",
+    ) -> AllocationProblem:
+        """Catalogued models on catalogued or own machines, with an estimator's delays and capacities.
+
+        Parameters
+        ----------
+        query_types : sequence of QueryDemand or mapping
+            In a mapping, ``errors`` may be keyed by model name: no configuration file states error rates.
+        models : sequence of str, path, mapping, ModelSpec or ServedModel
+            Catalogued names, config.json files or specs.
+        cluster : Cluster, mapping or path
+            As in `hetplan.optimize`. Each pool is a tier, and whole machines are rented. Its count limits the machines
+            of one replica; how many replicas there are is up to the budget.
+        budget_usd : float
+            For rent and storage over the horizon.
+        estimator : callable, optional
+            A `hetplan.problem.allocation_catalog.ReplicaEstimator`; by default
+            `hetplan.estimator.allocation.estimate_replica`.
+        utilization : float
+            Share of a replica's capacity that may be planned with, below 1; delays are those at it.
+        tensor_parallel, pipeline_parallel : sequence of int
+            Degrees; those that the model's heads, the machine or the memory do not allow are left out. Groups stay in
+            one machine, and n GPUs in each of m stages take ceil(n m / GPUs of a machine) machines.
+        horizon_hours : float
+        storage_capacity_gb : float, optional
+            By default what everything takes: no limit.
+        storage_usd_per_gb_hour : float
+        decisions : "default", "paper" or Decisions
+        region, market, provider : str
+            Where a mapping's catalogued machines are rented.
+
+        Returns
+        -------
+        AllocationProblem
+            With its `configurations`.
+
+        Raises
+        ------
+        InvalidInputError
+            For bad values, unknown names, error rates that are missing and machines without a price.
+        InfeasibleError
+            If no model fits any machine.
+
+        Notes
+        -----
+        For each configuration and query type alone, with the request rate X(b), latency T(b) and time to first token
+        F(b) of b sequences in flight (`hetplan.predict` with ``schedule="in_flight"``), N sequences that fit, eta the
+        utilisation, tau the type's slowness and scv = 1 that of the replica's seconds per request::
+
+            mu       = X(N)
+            capacity = eta mu
+            wait     = eta / (1 - eta) (1 + scv) / 2 / mu
+            ttft     = tau (F(b) + wait), delay = tau (T(b) + wait)     with X(b) = eta mu
+        """
+        from hetplan.problem.allocation_catalog import from_catalog
+
+        asked = estimator
+        if asked is None:
+            from hetplan.estimator.allocation import estimate_replica
+
+            asked = estimate_replica
+        return from_catalog(
+            query_types=query_types,
+            models=models,
+            cluster=cluster,
+            estimator=asked,
+            budget_usd=budget_usd,
+            utilization=utilization,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            horizon_hours=horizon_hours,
+            storage_capacity_gb=storage_capacity_gb,
+            storage_usd_per_gb_hour=storage_usd_per_gb_hour,
+            decisions=decisions,
+            region=region,
+            market=market,
+            provider=provider,
+        )
+
+    @classmethod
+    def from_tables(cls, folder: str | Path, *, budget_usd: float, **fields: Any) -> AllocationProblem:
+        """A problem from CSV tables.
+
+        Parameters
+        ----------
+        folder : path
+            With ``query_types.csv``, ``models.csv``, ``tiers.csv`` and, where delays are measured or estimated,
+            ``configurations.csv``; their columns are the fields of `QueryDemand`, `ServedModel`, `Tier` and
+            `Configuration`. What is one for each model or query type has a column each: ``errors:llama-3.1-8b``,
+            ``delay_s:chat``.
+        budget_usd : float
+        **fields
+            Other fields of `AllocationProblem`. ``storage_capacity_gb`` is by default what everything takes,
+            ``storage_usd_per_gb_hour`` 0.
+
+        Returns
+        -------
+        AllocationProblem
+
+        Raises
+        ------
+        InvalidInputError
+            Naming file, line and column.
+        """
+        from hetplan.problem.allocation_files import from_tables
+
+        return from_tables(Path(folder), budget_usd=budget_usd, **fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write the problem as JSON, or as YAML where the name ends in .yaml or .yml; `hetplan optimize` reads both.
+
+        Raises
+        ------
+        InvalidInputError
+            For another ending, and for YAML above the size that is read.
+        """
+        from hetplan.problem.allocation_files import save
+
+        save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> AllocationProblem:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        InvalidInputError
+            If the file can't be read or has unknown keys or bad values.
+        """
+        from hetplan.problem.allocation_files import load
+
+        return load(Path(path))

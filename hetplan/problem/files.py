@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from hetplan.catalog.calibration import Calibration
 from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
 from hetplan.catalog.model import ModelSpec
 from hetplan.errors import InvalidInputError, nearest_names
-from hetplan.files import read_yaml
+from hetplan.problem.allocation import AllocationProblem, Decisions
+from hetplan.problem.allocation_files import from_content, read_document
 from hetplan.workload.requests import Slo, Workload
 from hetplan.workload.traces import read_trace
 
@@ -32,6 +34,8 @@ _PLAIN_KEYS = (
     "max_num_batched_tokens",
 )
 _KEYS = ("model", "cluster", "workload", "slo", "calibrations", *_PLAIN_KEYS)
+# Beside an allocation problem: how it is solved.
+_SOLVING_KEYS = ("solver", "solver_options", "time_limit_s", "seed")
 
 
 def read_problem_file(path: str | Path) -> dict[str, Any]:
@@ -44,6 +48,9 @@ def read_problem_file(path: str | Path) -> dict[str, Any]:
         option of `hetplan.optimize`. ``model`` is a name or a path to a config.json; ``cluster`` a path to a cluster
         file or its content; ``workload`` its fields, or ``trace`` (a path) with ``max_input_tokens``;
         ``calibrations`` a list of paths to calibration files.
+        With ``kind: allocation`` an allocation problem and how it is solved: the arguments of
+        `AllocationProblem.from_catalog`; or ``tables`` (a path) and the arguments of `AllocationProblem.from_tables`;
+        or all of the problem, as `AllocationProblem.save` writes it.
 
     Returns
     -------
@@ -56,7 +63,9 @@ def read_problem_file(path: str | Path) -> dict[str, Any]:
         For unknown or missing keys and bad values.
     """
     file = Path(path)
-    content = read_yaml(file)
+    content = read_document(file)
+    if content.get("kind") == "allocation":
+        return _allocation(content, file)
     for key in content:
         if key not in _KEYS:
             near = ", ".join(nearest_names(key, _KEYS)) or ", ".join(_KEYS)
@@ -128,3 +137,60 @@ def _workload(value: object, file: Path) -> Workload:
         (one,) = workload.query_types
         workload = Workload(query_types=[one.replace(requests_per_s=value["requests_per_s"])])
     return workload
+
+
+def _allocation(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Keyword arguments for `hetplan.optimize` of an allocation problem in one of its three forms."""
+    arguments = {key: content[key] for key in _SOLVING_KEYS if key in content}
+    rest = {key: value for key, value in content.items() if key not in _SOLVING_KEYS}
+    if "tables" in rest or "cluster" in rest:
+        rest.pop("kind")
+        # Errors of tables name their own file and line.
+        try:
+            make = _from_tables if "tables" in rest else _from_catalog
+            return {"problem": make(rest, file), **arguments}
+        except InvalidInputError as error:
+            if not str(error).startswith(str(file.parent)):
+                error.args = (f"{file}: {error}",)
+            raise
+    return {"problem": from_content(rest, file), **arguments}
+
+
+def _from_tables(given: dict[str, Any], file: Path) -> AllocationProblem:
+    folder = given.pop("tables")
+    if not isinstance(folder, str):
+        raise InvalidInputError(f"tables is the path of a folder, got {folder!r}")
+    _refuse_keys(given, {"budget_usd"}, set(AllocationProblem.model_fields))
+    return AllocationProblem.from_tables(file.parent / folder, **given)
+
+
+def _from_catalog(given: dict[str, Any], file: Path) -> AllocationProblem:
+    parameters = inspect.signature(AllocationProblem.from_catalog).parameters
+    known = set(parameters) - {"estimator"}
+    needed = {name for name in known if parameters[name].default is inspect.Parameter.empty}
+    _refuse_keys(given, needed, known)
+    for name in ("models", "query_types"):
+        if not isinstance(given[name], list):
+            raise InvalidInputError(f"{name} is a list, got {given[name]!r}")
+    cluster = given["cluster"]
+    counts = isinstance(cluster, Mapping) and not any(isinstance(v, (Mapping, list)) for v in cluster.values())
+    given["cluster"] = cluster if counts else _cluster(cluster, file)
+    given["models"] = [_named_model(one, file) for one in given["models"]]
+    if isinstance(given.get("decisions"), Mapping):
+        given["decisions"] = Decisions.from_dict(given["decisions"])
+    return AllocationProblem.from_catalog(**given)
+
+
+def _named_model(value: object, file: Path) -> Any:
+    """A name stays one, as error rates are keyed by it."""
+    return value if isinstance(value, str) and not (file.parent / value).exists() else _model(value, file)
+
+
+def _refuse_keys(given: Mapping[str, Any], needed: set[str], known: set[str]) -> None:
+    for key in given:
+        if key not in known:
+            near = ", ".join(nearest_names(key, known)) or ", ".join(sorted(known))
+            raise InvalidInputError(f"unknown key {key!r}. Nearest: {near}")
+    missing = sorted(needed - set(given))
+    if missing:
+        raise InvalidInputError(f"no {missing[0]!r}; give one")

@@ -17,12 +17,14 @@ from hetplan.base import Frozen
 UNITS = (
     "_s", "_bytes", "_bytes_per_s", "_bytes_per_token", "_flops", "_tokens", "_requests_per_s", "_tokens_per_s",
     "_per_s", "_usd", "_usd_per_hour", "_usd_per_gb", "_per_hour", "_bits",
+    # the allocation problem's own table
+    "_gb", "_hours", "_kb_per_token", "_usd_per_gb_hour", "_usd_per_ms",
 )  # fmt: skip
 
 # Names whose unit is the whole name.
 UNIT_NAMES = {
     "requests_per_s", "output_tokens_per_s", "usd_per_million_output_tokens", "tokens", "seconds", "bytes_per_s",
-    "bytes", "usd_per_hour_per_request_rate",
+    "bytes", "usd_per_hour_per_request_rate", "gflop_per_token", "tflops",
 }  # fmt: skip
 
 # Counts, degrees, sizes of matrices in elements, fractions, indices: numbers that have no unit, or that carry it in
@@ -32,7 +34,9 @@ PLAIN = {
     "fraction", "shares", "level", "gap", "percentile", "prefix_cache_hit_rate", "gpu_memory_utilization",
     "latency_penalty", "relative_spread", "kind_weights", "wave_fraction", "dispatch_fraction", "all_reduce_factor",
     "overlap_power",
+    "utilization", "error_limit", "errors", "error_factor", "slowness", "max_unserved", "weight_scale",
     # counts, degrees and indices
+    "model", "tier", "machines", "closed", "replicas", "copied", "parts",
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",
     "micro_batch", "max_batch", "seed", "layer_pattern", "experts", "active_experts", "intra_node_links",
     "sm_count", "cores", "threads", "line", "pipeline_parallel", "batch", "repeats",
@@ -47,6 +51,8 @@ PLAIN = {
     # the unit is in another field, or in the objective's name
     "objective", "bound", "value", "low", "high", "limit", "band", "shape", "parameters", "requests_per_s_change",
     "cost_usd_per_hour_change", "pool_prices",
+    # dollars for a row's whole limit
+    "link", "spared", "pair_link", "load", "cache", "ttft", "unserved", "budget", "storage",
     # logarithms: a length scale, and weights of measured shapes
     "reach", "weights",
 }  # fmt: skip

@@ -13,7 +13,7 @@ import hetplan as hp
 from hetplan.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "examples").glob("*.yaml"))
+FILES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "allocation").glob("*.yaml")])
 
 
 def test_there_are_examples() -> None:
@@ -37,4 +37,4 @@ def test_example_gives_one_plan_that_loads_and_holds(file: Path, tmp_path: Path)
 def test_readme_of_the_examples_names_each_file() -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     for file in FILES:
-        assert f"`{file.name}`" in text
+        assert f"`{file.relative_to(ROOT / 'examples')}`" in text

@@ -87,7 +87,9 @@ def _pipeline(problem: AllocationProblem, solution: AllocationSolution, number: 
     else:
         instance = tier.name if tier.instance_type is None else tier.instance_type.name
         nodes = (tier.name if tier.offer is None else tier.offer.name,) * explicit.machines
-        per_node = math.ceil(gpus / explicit.machines)
+        whole = math.ceil(gpus / explicit.machines) if tier.instance_type is None else tier.instance_type.gpu_count
+        # Stages fill one machine after the other, and none stands in two.
+        per_node = max(whole // tensor, 1) * tensor
     scale = tier.weight_scale if problem.decisions.weights == "scaled" else 1.0
     weights = round(model.weight_gb * GB * scale / gpus)
     cuts = [s * model.layers // depth for s in range(depth + 1)]
