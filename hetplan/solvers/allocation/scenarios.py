@@ -1,4 +1,4 @@
-"""The two-stage evaluation of an allocation: what is bought stays, delays, errors and arrivals are drawn, shares follow.
+"""Two-stage evaluation of an allocation: what is bought stays; delays, errors and arrivals are drawn; shares follow.
 
 =============================  ======================================================================================
 paper (12)                     here
@@ -14,15 +14,15 @@ P_viol                         ``violation_rate``
 
 Where it departs, or says what the paper does not:
 
-- The problem's `Decisions` hold: limits on the mean of what is served or of all, on the mix or on each option, penalties
-  for the horizon or for each request (then they grow with arrivals), and the memory of requests in flight where Little's
-  law is asked for, which grows with arrivals and with delays.
+- The problem's `Decisions` hold: limits on the mean of what is served or of all, on the mix or on each option,
+  penalties for the horizon or for each request (then they grow with arrivals), and the memory of requests in flight
+  where Little's law is asked for, which grows with arrivals and with delays.
 - As in (12), neither budget nor storage capacity limits the second stage, and all of a type may be left unserved
   whatever ``max_unserved`` says: what was bought cannot refuse a scenario.
 - z is of a model on a tier: a type that is sent to one of its options may use all of them.
 - Time to first token is drawn as the delay it is a part of.
-- What is drawn belongs to a configuration of the problem and a type, not to a plan: all plans of a problem with the same
-  seed meet the same scenarios, and a wider spread stretches the same draws.
+- What is drawn belongs to a configuration of the problem and a type, not to a plan: all plans of a problem with the
+  same seed meet the same scenarios, and a wider spread stretches the same draws.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ScenarioResult:
 
     @property
     def half_width_usd(self) -> float:
-        """Half the width of the 95% interval of the mean cost, by the normal distribution; infinite for one scenario."""
+        """Half the width of the 95% interval of the mean cost, by the normal distribution; infinite for one."""
         return _half_width(self.usd)
 
     @property
