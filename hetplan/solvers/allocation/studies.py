@@ -26,7 +26,7 @@ from hetplan.errors import InfeasibleError, NoSolutionError
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.build import build_allocation_plan
-from hetplan.solvers.allocation.scenarios import ScenarioResult, evaluate, placement_of
+from hetplan.solvers.allocation.scenarios import Reroute, ScenarioResult, evaluate, placement_of
 from hetplan.solvers.base import AllocationSolution, get_allocation_solver
 
 Row = dict[str, Any]
@@ -57,6 +57,7 @@ def stress_study(
     stresses: Sequence[float] = STRESSES,
     scenarios: int = 500,
     seed: int = 0,
+    reroute: Reroute = "placed",
     time_limit_s: float = 60.0,
 ) -> list[Row]:
     """What each solver's answer costs, and how often it is violated, when delays and errors are inflated.
@@ -67,7 +68,7 @@ def stress_study(
     solvers : sequence of str
     stresses : sequence of float
         Factors on every delay and error.
-    scenarios, seed
+    scenarios, seed, reroute
         As of `hetplan.solvers.allocation.scenarios.evaluate`.
     time_limit_s : float
         Of each solve.
@@ -83,7 +84,7 @@ def stress_study(
         found = _solved(problem, solver, time_limit_s)
         for stress in stresses:
             row = {"solver": solver, "stress": stress, "nominal_usd": _usd(found)}
-            rows.append(row | _means(found, scenarios=scenarios, seed=seed, stress=stress))
+            rows.append(row | _means(found, scenarios=scenarios, seed=seed, stress=stress, reroute=reroute))
     return rows
 
 
@@ -95,6 +96,7 @@ def budget_study(
     raised: Sequence[str] = RAISED,
     scenarios: int = 500,
     seed: int = 0,
+    reroute: Reroute = "placed",
     time_limit_s: float = 60.0,
 ) -> list[Row]:
     """Two-stage evaluation at other budgets and prices of unserved traffic.
@@ -105,6 +107,8 @@ def budget_study(
         Name -> budget in dollars, factor on ``unserved_usd``.
     raised : sequence of str
         Query types, by name or by what stands before "-" in it, that the factor is for.
+    solvers, scenarios, seed, reroute, time_limit_s
+        As of `stress_study`.
 
     Returns
     -------
@@ -123,7 +127,9 @@ def budget_study(
         for solver in solvers:
             found = _solved(other, solver, time_limit_s)
             row = {"setting": name, "budget_usd": budget_usd, "unserved_factor": factor, "solver": solver}
-            rows.append(row | {"nominal_usd": _usd(found)} | _means(found, scenarios=scenarios, seed=seed))
+            rows.append(
+                row | {"nominal_usd": _usd(found)} | _means(found, scenarios=scenarios, seed=seed, reroute=reroute)
+            )
     return rows
 
 
@@ -224,11 +230,15 @@ def _unserved(found: AllocationSolution | None) -> float:
     return np.nan if found is None else float(np.clip(1 - found.assignment.shares.sum(axis=1), 0, 1).max())
 
 
-def _means(found: AllocationSolution | None, *, scenarios: int, seed: int, stress: float = 1.0) -> dict[str, float]:
+def _means(
+    found: AllocationSolution | None, *, scenarios: int, seed: int, reroute: Reroute, stress: float = 1.0
+) -> dict[str, float]:
     names = ("rent_usd", "stored_usd", "storage_usd", "delay_usd", "unserved_usd")
     if found is None:
         return dict.fromkeys((*names, "mean_usd", "half_width_usd", "violation_rate"), np.nan)
-    result: ScenarioResult = evaluate(placement_of(found), scenarios=scenarios, seed=seed, stress=stress)
+    result: ScenarioResult = evaluate(
+        placement_of(found), scenarios=scenarios, seed=seed, stress=stress, reroute=reroute
+    )
     return {name: float(np.mean(getattr(result, name))) for name in names} | {
         "mean_usd": result.mean_usd,
         "half_width_usd": result.half_width_usd,
