@@ -180,7 +180,7 @@ def evaluate(
     stress : float
         Factor on every delay and error.
     reroute : "placed" or "any"
-        Types may use the models on tiers that the plan sends them to, or all that is bought.
+        Types may use the models on tiers that the plan sends them to, or all that is bought. A Placement says itself.
     on_progress : callable, optional
         Called with scenarios done and scenarios in all.
 
@@ -213,6 +213,8 @@ def evaluate(
             raise InvalidInputError(f"{name} is a number from 0 to below 1, got {spread!r}")
     if not _is_number(stress) or not 0 < stress < math.inf:
         raise InvalidInputError(f"stress is a number above 0, got {stress!r}")
+    if isinstance(plan, Placement) and reroute != "placed":
+        raise InvalidInputError(f"a Placement says itself who may use what: leave out reroute={reroute!r}")
     placement = plan if isinstance(plan, Placement) else placement_of(plan, reroute=reroute)
     types, numbers = len(placement.placed), placement.options.number
     delays = stress * (1 + delay_spread * draw(_DELAYS, numbers, types, scenarios, seed))

@@ -26,7 +26,7 @@ from hetplan.errors import InfeasibleError, NoSolutionError
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.build import build_allocation_plan
-from hetplan.solvers.allocation.scenarios import Reroute, ScenarioResult, evaluate, placement_of
+from hetplan.solvers.allocation.scenarios import Reroute, ScenarioResult, evaluate
 from hetplan.solvers.base import AllocationSolution, get_allocation_solver
 
 Row = dict[str, Any]
@@ -236,9 +236,7 @@ def _means(
     names = ("rent_usd", "stored_usd", "storage_usd", "delay_usd", "unserved_usd")
     if found is None:
         return dict.fromkeys((*names, "mean_usd", "half_width_usd", "violation_rate"), np.nan)
-    result: ScenarioResult = evaluate(
-        placement_of(found), scenarios=scenarios, seed=seed, stress=stress, reroute=reroute
-    )
+    result: ScenarioResult = evaluate(found, scenarios=scenarios, seed=seed, stress=stress, reroute=reroute)
     return {name: float(np.mean(getattr(result, name))) for name in names} | {
         "mean_usd": result.mean_usd,
         "half_width_usd": result.half_width_usd,

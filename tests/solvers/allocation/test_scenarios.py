@@ -195,6 +195,8 @@ def test_studies_are_rows_of_plain_values():
     assert [(row["solver"], row["stress"]) for row in stressed] == [
         ("gh", 1.0), ("gh", 1.5), ("milp", 1.0), ("milp", 1.5),
     ]  # fmt: skip
+    free = stress_study(problem, solvers=("gh",), stresses=(1.0,), scenarios=20, reroute="any")
+    assert free[0]["mean_usd"] < stressed[0]["mean_usd"]
     for row in stressed:
         parts = ("rent_usd", "stored_usd", "storage_usd", "delay_usd", "unserved_usd")
         assert row["mean_usd"] == pytest.approx(sum(row[part] for part in parts))
