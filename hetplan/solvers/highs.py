@@ -211,6 +211,16 @@ class GrowingLinear:
         """Other limits for one column."""
         self._solver.changeColBounds(column, lower, min(upper, _INFINITY))
 
+    def set_costs(self, columns: NDArray[np.int64], costs: NDArray[np.float64]) -> None:
+        """Other costs for some columns."""
+        self._solver.changeColsCost(
+            len(columns), np.asarray(columns, dtype=np.int32), np.asarray(costs, dtype=np.float64)
+        )
+
+    def set_coefficient(self, row: int, column: int, value: float) -> None:
+        """Another coefficient of a column in a row."""
+        self._solver.changeCoeff(row, column, value)
+
     def solve(self, time_limit_s: float = math.inf) -> LinearResult | None:
         """The optimum; None where nothing is feasible or time is over."""
         self._solver.setOptionValue("time_limit", self._solver.getRunTime() + max(time_limit_s, 0.0))
