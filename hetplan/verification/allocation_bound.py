@@ -148,6 +148,9 @@ class _Bounder:
         """All answers; as many replicas as the budget rents."""
         with np.errstate(divide="ignore"):
             rented = np.floor(self.problem.budget_usd * (1 + _LENIENT) / self.terms.rent_usd)
+        # Replicas beyond those that hold all of every type cost rent and allow nothing: some cheapest answer has none.
+        held = np.ceil(np.maximum(self.terms.load.sum(axis=0), self.cache.sum(axis=0)) * (1 + _LENIENT))
+        rented = np.minimum(rented, np.maximum(held, 1.0))
         none = np.zeros((self.types, self.size), dtype=np.bool_)
         most = rented if self.many else np.ones(self.size)
         return _Part(np.zeros(self.size), most, none, none)
