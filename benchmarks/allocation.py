@@ -81,15 +81,15 @@ def roots() -> None:
             began = time.perf_counter()
             literal = relaxed_usd(literal_model(asked))
             literal_s = time.perf_counter() - began
-            # The first bound that is reported is the root's.
+            # What is reported before the tree has a node is of the root.
             first: list[tuple[float, float]] = []
 
             def note(made: Progress, first: list[tuple[float, float]] = first) -> None:
-                if made.bound is not None:
+                if made.bound is not None and made.message == "0 nodes":
                     first.append((made.bound, made.elapsed_s))
 
             hp.optimize(asked, solver="milp", time_limit_s=60.0, on_incumbent=note)
-            root, root_s = first[0]
+            root, root_s = max(first)
             print(
                 f"| {sizes} | {seed} | {best:.3f} | {literal:.3f} | {literal / best:.1%} | {literal_s:.2f} "
                 f"| {root:.3f} | {root / best:.1%} | {root_s:.2f} |",
