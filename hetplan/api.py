@@ -1,4 +1,4 @@
-"""The public verbs: thin functions over the rooms that do the work."""
+"""The public verbs (over 500 lines, most of them docstrings): thin functions over the rooms that do the work."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from hetplan.solvers.allocation.assignment import (
     stored_weights_gb,
     total_usd,
 )
-from hetplan.solvers.allocation.master import Found, Master, Pattern, Pricer, Prices, Restrictions
+from hetplan.solvers.allocation.master import Found, Master, Pattern
 from hetplan.solvers.allocation.options import SLACK, Options
+from hetplan.solvers.allocation.pricer import Pricer, Prices, Restrictions
 
 # How far from whole a number is that counts as whole.
 _WHOLE = 1e-6
@@ -161,7 +162,9 @@ class Tree:
             heapq.heappush(waiting, (other.bound, next(count), other))
             ahead = nearer
         self._bounded([least_done])
-        self.infeasible = self.best is None
+        # Where the choice of copies was cut short, an answer may have been missed.
+        certain = not self.options.stored_per_type or least_done >= self._no_more_usd()
+        self.infeasible = self.best is None and certain
 
     def _cutoff(self) -> float:
         return self._no_more_usd() if self.best is None else self.best.usd - self.gap * abs(self.best.usd)

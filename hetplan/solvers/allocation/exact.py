@@ -6,7 +6,7 @@ spec's strong formulation      here
 option o = (j, k, n, m)        `Options`
 w_o, x_io, z_ijk, u_i          replicas, shares, copies of weights, the unserved share
 Dantzig-Wolfe by type          `patterns`: supports of at most three options, mean delay and error inside
-pricing, bound, fixing         `master`: options join as they are found, prices of all rows bound the whole problem
+pricing, bound, fixing         `master`, `pricer`: options join as they are found, prices of rows bound the problem
 =============================  ======================================================================================
 
 The paper's own model, (5a) to (5k) with McCormick envelopes, is `milp.literal_model`.
@@ -26,8 +26,8 @@ from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.adaptive import adaptive_assignment
 from hetplan.solvers.allocation.assignment import Assignment, assign
 from hetplan.solvers.allocation.branching import Node, Tree
-from hetplan.solvers.allocation.master import Prices
 from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray, Options, make_options
+from hetplan.solvers.allocation.pricer import Prices
 from hetplan.solvers.base import AllocationSolution, OnIncumbent, Progress, check_time_limit
 
 # Digits of a price that a certificate keeps: what is lost is far below the gap that counts as none.
