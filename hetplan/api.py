@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hetplan.catalog.calibration import Calibration
-from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
+from hetplan.catalog.clusters import ClusterLike, resolve_cluster
 from hetplan.catalog.dtypes import DTYPE_ALIASES, Dtype
 from hetplan.catalog.engines import DEFAULT_ENGINE, get_engine
 from hetplan.catalog.hardware import GpuSpec, InstanceType
@@ -22,7 +22,6 @@ from hetplan.catalog.tables import (
     get_calibration,
     get_instance_type,
     gpu_name,
-    list_instance_types,
 )
 from hetplan.errors import InvalidInputError
 from hetplan.estimator.prediction import (
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 ModelLike = ModelSpec | str | Path | Mapping[str, Any]
-ClusterLike = Cluster | Mapping[str, Any] | str | Path
 
 
 def optimize(
@@ -282,25 +280,6 @@ def resolve_model(model: ModelLike, *, weight_dtype: str | None = None, kv_dtype
     else:
         raise InvalidInputError(f"model is a name, a path, a configuration or a ModelSpec, got {type(model).__name__}")
     return spec.with_dtypes(weight_dtype=_dtype(weight_dtype), kv_dtype=_dtype(kv_dtype))
-
-
-def resolve_cluster(
-    cluster: ClusterLike, *, region: str = "us-west-2", market: Market = "on_demand", provider: str = "aws"
-) -> Cluster:
-    """A cluster from counts of catalogued machines, an own mapping, a file, or itself."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, Mapping):
-        if any(isinstance(value, (Mapping, list, tuple)) for value in cluster.values()):
-            return cluster_from_dict({"region": region, "market": market, "provider": provider, **cluster})
-        return Cluster.from_counts(cluster, region=region, market=market, provider=provider)
-    if isinstance(cluster, (str, Path)):
-        if isinstance(cluster, str) and cluster in list_instance_types():
-            raise InvalidInputError(f"cluster={cluster!r} names one machine; say how many: {{{cluster!r}: 1}}")
-        return cluster_from_file(cluster)
-    raise InvalidInputError(
-        f"cluster is a mapping such as {{'g6.12xlarge': 3}}, a file or a Cluster, got {type(cluster).__name__}"
-    )
 
 
 def _dtype(name: str | None) -> Dtype | None:

@@ -27,10 +27,12 @@ from typing import Any
 
 from hetplan.catalog import tables
 from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
-from hetplan.catalog.offers import Cluster, Offer, Pool, ZoneLink
+from hetplan.catalog.offers import Cluster, Market, Offer, Pool, ZoneLink
 from hetplan.errors import InvalidInputError
 from hetplan.files import read_csv_rows, read_yaml
 from hetplan.units import BITS_PER_BYTE, GB, parse_bytes
+
+ClusterLike = Cluster | Mapping[str, Any] | str | Path
 
 MAX_AGE_DAYS = 90
 
@@ -44,6 +46,25 @@ _OFFER_KEYS = (
 _LINK_KEYS = ("ends", "latency_s", "gbps", "bytes_per_s", "egress_usd_per_gb", "source")
 _CSV_COLUMNS = ("instance_type", "count")
 _CSV_OPTIONAL = ("market", "price_usd_per_hour", "region", "provider", "observed_on", "source")
+
+
+def resolve_cluster(
+    cluster: ClusterLike, *, region: str = "us-west-2", market: Market = "on_demand", provider: str = "aws"
+) -> Cluster:
+    """A cluster from counts of catalogued machines, an own mapping, a file, or itself."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Mapping):
+        if any(isinstance(value, (Mapping, list, tuple)) for value in cluster.values()):
+            return cluster_from_dict({"region": region, "market": market, "provider": provider, **cluster})
+        return Cluster.from_counts(cluster, region=region, market=market, provider=provider)
+    if isinstance(cluster, (str, Path)):
+        if isinstance(cluster, str) and cluster in tables.list_instance_types():
+            raise InvalidInputError(f"cluster={cluster!r} names one machine; say how many: {{{cluster!r}: 1}}")
+        return cluster_from_file(cluster)
+    raise InvalidInputError(
+        f"cluster is a mapping such as {{'g6.12xlarge': 3}}, a file or a Cluster, got {type(cluster).__name__}"
+    )
 
 
 def cluster_from_file(path: str | Path) -> Cluster:

@@ -37,7 +37,8 @@ from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Market, Offer
 
 if TYPE_CHECKING:
-    from hetplan.problem.allocation_catalog import ClusterLike, ReplicaEstimator, ServedModelLike
+    from hetplan.catalog.clusters import ClusterLike
+    from hetplan.problem.allocation_catalog import ReplicaEstimator, ServedModelLike
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

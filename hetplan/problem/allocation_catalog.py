@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hetplan.catalog.clusters import cluster_from_dict, cluster_from_file
+from hetplan.catalog.clusters import ClusterLike, resolve_cluster
 from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster, Market, Pool
@@ -29,7 +29,6 @@ from hetplan.units import GB, GIB, KB
 FloatArray = NDArray[np.float64]
 
 ServedModelLike = ServedModel | ModelSpec | str | Path | Mapping[str, Any]
-ClusterLike = Cluster | Mapping[str, Any] | str | Path
 
 _BYTES_AT_16_BITS = 2
 _FLOP_PER_PARAMETER = 2
@@ -82,7 +81,7 @@ def from_catalog(
     queries = [_query(n, query, served, aliases) for n, query in enumerate(query_types)]
     if not queries:
         raise InvalidInputError("query_types is empty; give at least one")
-    machines = _cluster(cluster, region, market, provider)
+    machines = resolve_cluster(cluster, region=region, market=market, provider=provider)
     tiers = _tiers(machines)
     found: list[Configuration] = []
     for m, model in enumerate(served):
@@ -184,18 +183,6 @@ def _query(
 
 
 # ---- machines and configurations
-
-
-def _cluster(given: ClusterLike, region: str, market: Market, provider: str) -> Cluster:
-    if isinstance(given, Cluster):
-        return given
-    if isinstance(given, Mapping):
-        if any(isinstance(value, (Mapping, list, tuple)) for value in given.values()):
-            return cluster_from_dict({"region": region, "market": market, "provider": provider, **given})
-        return Cluster.from_counts(given, region=region, market=market, provider=provider)
-    if isinstance(given, (str, Path)):
-        return cluster_from_file(given)
-    raise InvalidInputError(f"cluster is a mapping such as {{'g6.12xlarge': 3}}, a file or a Cluster, got {given!r}")
 
 
 def _tiers(machines: Cluster) -> list[Tier]:
