@@ -61,6 +61,14 @@ def test_the_best_of_all_plans_is_found_and_proven(category: str, seed: int) -> 
     assert plan.status == "optimal" or case.problem.slo is not None
 
 
+def test_a_machine_that_serves_next_to_nothing_does_not_hide_the_plan_that_meets_the_demand() -> None:
+    """A pipeline of a billionth of the demand stands among those of a third of it."""
+    problem = case_of("linked regions, cost", 15).problem
+    best = WholePlacements(problem).best_plan()
+    assert best is not None
+    assert verified(hp.optimize(problem, solver="exact")).objective == pytest.approx(best.objective, rel=SAME)
+
+
 @named([("linked regions, engine", 17), ("linked regions, engine", 39)])
 def test_a_stage_leaves_layers_to_those_that_an_engine_asks_for(category: str, seed: int) -> None:
     """Few layers on machines that have to have several stages each: what fills one leaves none to the next."""

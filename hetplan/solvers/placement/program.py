@@ -34,6 +34,8 @@ SAME = 5e-10
 TIGHT = 1e-7
 # A demand that is missed by this share is reached.
 _REACHED = 5e-10
+# Shares of the demand below this are none.
+_NEXT_TO_NONE = 1e-8
 
 
 @dataclass(slots=True)
@@ -95,6 +97,9 @@ class Program:
         if cost:
             demand = self.problem.workload.requests_per_s or 0.0
             terms = [(i, worth / demand) for i, worth in enumerate(worths)]
+            if integer:
+                # HiGHS loses its way among whole numbers with coefficients near its tolerance.
+                terms = [(i, part) for i, part in terms if part >= _NEXT_TO_NONE]
             if not integer:
                 # What is not served costs more than any machine does.
                 costs = self.columns.costs
