@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -325,6 +326,17 @@ def _deployment(problem: AllocationProblem, key: Key, count: int) -> Deployment:
 # ---- the bound of prices
 
 
+def enough(problem: AllocationProblem, key: Key) -> int:
+    """Replicas that hold all of every type: a cheapest answer has no more."""
+    everyone = range(len(problem.query_types))
+    busy = sum(busy_replicas(problem, i, key) for i in everyone)
+    full = 0.0
+    if given(problem, key) is None:
+        free = problem.tiers[key.tier].memory_gb - weight_share_gb(problem, key)
+        full = sum(cache_gb(problem, i, key) for i in everyone) / free
+    return max(1, math.ceil(max(busy, full)))
+
+
 def least_of_sets(
     fixed: list[float],
     pair: list[Any],
@@ -423,7 +435,7 @@ def bound_of(problem: AllocationProblem, prices: RowPrices) -> float:
         if decisions.replicas == "one" and not by_type:
             cost += copy(key.model)
         cost -= sum(link.get(key, ())) + load.get(key, 0.0) + cache.get(key, 0.0)
-        most = problem.budget_usd // (usd_per_hour(problem, key) * problem.horizon_hours)
+        most = min(problem.budget_usd // (usd_per_hour(problem, key) * problem.horizon_hours), enough(problem, key))
         costs.setdefault((key.model, key.tier), []).append(
             min(0.0, cost) * (most if decisions.replicas == "many" else 1)
         )

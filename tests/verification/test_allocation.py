@@ -428,7 +428,7 @@ def test_weights_stored_for_each_type_are_of_the_model_on_the_tier() -> None:
 
 def test_the_least_pattern_is_that_of_all_sets() -> None:
     draw = np.random.default_rng(5)
-    for trial in range(60):
+    for trial in range(30):
         size = int(draw.integers(2, 8))
         fixed = draw.uniform(0, 1, size) * draw.integers(0, 2, size) * (0.1, 1.0, 3.0)[trial % 3]
         unit, first_mean, second_mean = draw.uniform(0, 3, size), draw.uniform(-1, 2, size), draw.uniform(-1, 2, size)
@@ -577,7 +577,7 @@ def test_no_tree_proves_more_than_the_optimum(what: str) -> None:
     problem = listed() if what == "listed" else tiny(DECISIONS[what])
     best, most = optimum(problem).usd, 0.0
     known = climbed_prices(problem, np.random.default_rng(0), steps=1500)
-    for seed in range(60):
+    for seed in range(30):
         draw = np.random.default_rng(seed)
         tree = random_tree(problem, draw, branches=seed % 6, known=known if seed % 3 else None)
         proven = proven_bound(problem, tree)

@@ -81,7 +81,7 @@ def penalties_usd(problem: AllocationProblem) -> float:
     return sum(q.unserved_usd * (q.requests_per_hour * hours if hours else 1.0) for q in problem.query_types)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("number", range(len(READINGS)))
 def test_programs_find_the_cheapest_buying(number: int, seed: int) -> None:
     assert_programs_agree(small_problem(100 * number + seed, READINGS[number], ttft=seed % 2 == 1))
