@@ -45,8 +45,9 @@ _ROUNDING = 1e-11
 _NEXT_TO_FREE = 1e-30
 # Ratios so many times the target are far from a bound.
 _FAR = 1.1
-# Sets that each thread rates, the most hopeful, before the others are sifted.
-_FIRST_RATED = 4
+# Sets that each thread rates, the most hopeful, before the others are sifted: where there are many machines more are
+# listed, and sifting takes longer.
+_FIRST_RATED, _FIRST_OF_MANY, _MANY_MACHINES = 2, 4, 40
 # Plain boxes that a thread looks at before the boxes are dealt out again.
 _WORK = 1500.0
 # Such rounds after which sets that were listed are looked at, few as they are.
@@ -297,7 +298,8 @@ class Space:
         order = [number for number in np.argsort(-ratios).tolist() if paid[number] > 0]
         width = threads.count()
         # Where the most hopeful are worth enough, no others are asked for.
-        sifted = _FIRST_RATED * width
+        many = sum(pool.count for pool in self.problem.cluster.pools) >= _MANY_MACHINES
+        sifted = (_FIRST_OF_MANY if many else _FIRST_RATED) * width
         first = 0
         while first < len(order):
             if len(found) >= most_found or (first >= sifted and ratio > enough) or seconds_left(deadline) <= 0:
