@@ -69,9 +69,8 @@ def choose(
     time_limit_s: float,
     gap: float = _GAP,
     bought: Mapping[int, int] | None = None,
-    cutoff: float = math.inf,
 ) -> Assignment | None:
-    """The best whole answer with some of the options; None where there is none (below ``cutoff``) or none was found.
+    """The best whole answer with some of the options; None where there is none or none was found.
 
     Parameters
     ----------
@@ -82,8 +81,6 @@ def choose(
         Of the search.
     bought : mapping, optional
         Replicas that are chosen already.
-    cutoff : float
-        Dollars that the answer must stay below.
     """
     o, problem = options, options.problem
     numbers = sorted(numbers)
@@ -167,8 +164,6 @@ def choose(
                 program.row(terms, most=float(bought[number]))
     program.row(budget, most=budget_left)
     program.row(storage, most=storage_left)
-    if math.isfinite(cutoff):
-        program.row([(c, -gain) for c, gain in enumerate(program.gains) if gain], most=cutoff - paid)
     if integer:
         found = maximise(program, time_limit_s=time_limit_s, gap=gap).values
     else:

@@ -20,6 +20,7 @@ from hetplan.plan import (
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.options import Options
 from hetplan.solvers.base import AllocationSolution
+from hetplan.solvers.build import relative_gap
 from hetplan.units import GB, SECONDS_PER_HOUR
 
 _SOURCE = "the problem's own table; no band is known"
@@ -57,7 +58,7 @@ def build_allocation_plan(problem: AllocationProblem, solution: AllocationSoluti
     served = [share * q.requests_per_hour for share, q in zip(shares, problem.query_types, strict=True)]
     tokens = math.fsum(rate * q.output_tokens for rate, q in zip(served, problem.query_types, strict=True))
     cost = math.fsum(d.pipelines[0].count * d.pipelines[0].cost_usd_per_hour for d in deployments)
-    gap = None if solution.bound is None else abs(solution.bound - answer.usd) / max(abs(answer.usd), 1e-9)
+    gap = None if solution.bound is None else relative_gap(solution.bound, answer.usd)
     return Plan(
         problem=problem,
         deployments=deployments,

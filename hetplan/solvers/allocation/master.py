@@ -97,8 +97,8 @@ class Master:
         self._pair_links: list[IntArray] = []
         self._pair_columns: list[int] = []
         self._pattern_columns: list[int] = []
-        # Of a type and an option: the row that pays its copy in any case, and the column that pays what is not used.
-        self._copies: dict[tuple[int, int], tuple[int, int]] = {}
+        # Of a type and an option: the row that pays its copy in any case.
+        self._copies: dict[tuple[int, int], int] = {}
         self._stored_apart = o.many and not o.stored_per_type
         self._pricer = Pricer(o)
 
@@ -188,7 +188,7 @@ class Master:
             put(self._storage, (share * float(o.storage_gb[i]) + copy_gb) / p.storage_gb)
             if self._ttft is not None and o.ttft is not None:
                 put(int(self._ttft[i]), share * float(o.ttft[i, number]))
-        for (query, other), (row, _) in self._copies.items():
+        for (query, other), row in self._copies.items():
             if query == i and int(o.pair[other]) in copied:
                 put(row, 1.0)
         if self._stored_apart:
@@ -210,10 +210,9 @@ class Master:
         ]
         self._lp.add_row(-np.inf, np.inf, users, [1.0] * len(users))
         row, self._rows = self._rows, self._rows + 1
-        rest = self._add_column(
-            usd, 1.0, [row, self._budget, self._storage], [1.0, usd / p.budget_usd, gb / p.storage_gb]
-        )
-        self._copies[query, number] = (row, rest)
+        # What is not used is paid all the same.
+        self._add_column(usd, 1.0, [row, self._budget, self._storage], [1.0, usd / p.budget_usd, gb / p.storage_gb])
+        self._copies[query, number] = row
 
     def restrict(self, within: Restrictions) -> None:
         """Limits of a branch on the columns that are there."""
@@ -222,7 +221,7 @@ class Master:
         for query, number in np.argwhere(within.paid).tolist():
             if (query, number) not in self._copies:
                 self._pay_copy(query, number)
-        for (query, number), (row, _) in self._copies.items():
+        for (query, number), row in self._copies.items():
             self._lp.set_row(row, 1.0 if within.paid[query, number] else -np.inf, np.inf)
         if self._stored_apart:
             stored = {int(self.options.pair[number]) for number in self.chosen if within.least[number] > 0}
@@ -246,7 +245,7 @@ class Master:
         copy = np.zeros((queries, o.count))
         budget, storage = float(paid[self._budget]), float(paid[self._storage])
         copies = self._pricer.copies(budget, storage)
-        for (query, number), (row, _) in self._copies.items():
+        for (query, number), row in self._copies.items():
             copy[query, number] = min(max(float(duals[row]), 0.0), float(copies[number]))
         ttft = paid[self._ttft] if self._ttft is not None else np.zeros(queries)
         return Prices(

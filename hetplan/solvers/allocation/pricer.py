@@ -78,6 +78,12 @@ class Pricer:
         self.copy_usd = options.pair_usd[options.pair] if options.stored_per_type else np.zeros(options.count)
         self.copy_gb = options.pair_gb[options.pair] if options.stored_per_type else np.zeros(options.count)
 
+    def stored(self, prices: Prices) -> FloatArray:
+        """(P,) what a pair's stored weights cost at prices of budget and storage."""
+        o = self.options
+        dollar, gigabyte = 1 + prices.budget / self.budget_usd, prices.storage / self.storage_gb
+        return np.asarray(dollar * o.pair_usd + gigabyte * o.pair_gb)
+
     def copies(self, budget: float, storage: float) -> FloatArray:
         """(O,) what a type's own copy of an option's weights costs at prices of budget and storage."""
         return np.asarray((1 + budget / self.budget_usd) * self.copy_usd + storage / self.storage_gb * self.copy_gb)
@@ -129,8 +135,7 @@ class Pricer:
         o = self.options
         own = o.rent_usd * (1 + prices.budget / self.budget_usd)
         if not o.many and not o.stored_per_type:
-            budget, storage = prices.budget / self.budget_usd, prices.storage / self.storage_gb
-            own = own + ((1 + budget) * o.pair_usd + storage * o.pair_gb)[o.pair]
+            own = own + self.stored(prices)[o.pair]
         return np.asarray(own - prices.link.sum(axis=0) - prices.load - prices.cache)
 
     def weights(self, prices: Prices) -> FloatArray:
@@ -138,8 +143,7 @@ class Pricer:
         o = self.options
         if not (o.many and not o.stored_per_type):
             return np.zeros(o.pairs)
-        budget, storage = prices.budget / self.budget_usd, prices.storage / self.storage_gb
-        return np.asarray((1 + budget) * o.pair_usd + storage * o.pair_gb - prices.pair_link.sum(axis=0))
+        return np.asarray(self.stored(prices) - prices.pair_link.sum(axis=0))
 
     def bound(self, prices: Prices, within: Restrictions, least: FloatArray, paid_usd: float) -> float:
         """What prices prove, given each type's cheapest pattern."""
