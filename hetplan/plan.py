@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.dtypes import Dtype
+from hetplan.catalog.engines import engine_defaults
 from hetplan.errors import InvalidInputError, SchemaVersionError, UnsupportedFeatureError
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import PlacementProblem
@@ -306,6 +307,14 @@ class Plan(Frozen):
                 "and its routes are a router's table; what needs one model on given machines takes a placement plan"
             )
         return self.problem
+
+    def max_num_batched_tokens(self, pipeline: Pipeline) -> int:
+        """Tokens of one engine step of a pipeline: the problem's, or the least default of the engine on its GPUs."""
+        problem = self.placement
+        if problem.max_num_batched_tokens is not None:
+            return problem.max_num_batched_tokens
+        machines = [problem.cluster.instance_type(stage.instance_type) for stage in pipeline.stages]
+        return max(min(engine_defaults(m.gpu).max_num_batched_tokens for m in machines), pipeline.max_num_seqs)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (schema ``hetplan.plan/1``)."""

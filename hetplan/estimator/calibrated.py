@@ -124,26 +124,43 @@ class CalibratedEstimator(LayerwiseEstimator):
     ) -> FloatArray:
         """(N,) seconds of one layer of a kind in a step."""
         layer, kernels = model.layer_kinds[kind], self.kernels(model, machine, degree)
-        tokens = work.tokens
-        seconds = kernels.linear_seconds(kind, tokens)
+        seconds = self.layer_tokens_s(model, kind, machine, degree, work.tokens)
         if layer.attention.kind != "none":
             if work.prefills:
                 seconds = seconds + _prefill_attention_s(model, layer, work, kernels) * (work.prompts > _NOTHING)
             if work.decodes:
                 seconds = seconds + _decode_attention_s(model, layer, work, kernels) * (work.sequences > _NOTHING)
-        halves = (layer.attention.kind != "none") + layer.has_mlp
-        element = kernels.element_bytes
-        moved = halves * _NORM_ELEMENTS * model.hidden_size * model.residual_streams * element
-        moved += _mixed_bytes(model, layer, degree)
-        moved += 1.5 * _activation_width(layer, degree) * element
-        seconds = seconds + tokens * (moved / kernels.bytes_per_s) + halves * _SMALL_KERNELS * kernels.kernel_s
-        if degree > 1:
-            seconds = seconds + halves * kernels.all_reduce_seconds(tokens * (model.hidden_size * element))
         if work.prefills:
             # Where prompts are in a step, kernels are launched one by one, and the host may be the slower.
             floor = kernels.overheads.prefill_layer_s * (work.prompts > _NOTHING)
             seconds = np.maximum(seconds, floor)
         return seconds + kernels.overheads.layer_s
+
+    def layer_tokens_s(
+        self, model: ModelSpec, kind: int, machine: InstanceType, degree: int, tokens: FloatArray
+    ) -> FloatArray:
+        """(N,) seconds of what a layer does to each token of a step, whatever it belongs to: all but attention."""
+        layer, kernels = model.layer_kinds[kind], self.kernels(model, machine, degree)
+        halves = (layer.attention.kind != "none") + layer.has_mlp
+        element = kernels.element_bytes
+        moved = halves * _NORM_ELEMENTS * model.hidden_size * model.residual_streams * element
+        moved += _mixed_bytes(model, layer, degree)
+        moved += 1.5 * _activation_width(layer, degree) * element
+        seconds = kernels.linear_seconds(kind, tokens)
+        seconds = seconds + tokens * (moved / kernels.bytes_per_s) + halves * _SMALL_KERNELS * kernels.kernel_s
+        if degree > 1:
+            seconds = seconds + halves * kernels.all_reduce_seconds(tokens * (model.hidden_size * element))
+        return seconds
+
+    def layer_attention_s(
+        self, model: ModelSpec, kind: int, machine: InstanceType, degree: int, work: StepWork, phase: Phase
+    ) -> FloatArray:
+        """(N,) seconds of a layer's attention for the part of a step that is of a phase."""
+        layer, kernels = model.layer_kinds[kind], self.kernels(model, machine, degree)
+        if layer.attention.kind == "none":
+            return np.zeros_like(work.tokens)
+        one = _prefill_attention_s if phase == "prefill" else _decode_attention_s
+        return one(model, layer, work, kernels)
 
     def end_step_s(
         self,

@@ -126,7 +126,7 @@ def _arguments(
         "--pipeline-parallel-size": len(pipeline.stages),
         "--max-model-len": pipeline.max_model_len,
         "--max-num-seqs": pipeline.max_num_seqs,
-        "--max-num-batched-tokens": _step_tokens(plan, pipeline),
+        "--max-num-batched-tokens": plan.max_num_batched_tokens(pipeline),
         # One number for all GPUs of a machine: what fits its fullest stage.
         "--kv-cache-memory-bytes": min(stage.kv_cache_bytes for stage in stages),
         "--dtype": _DTYPES[_activation_dtype(model, stages[0])],
@@ -149,13 +149,6 @@ def _arguments(
     if problem.max_num_batched_tokens is None and local:
         flags.pop("--max-num-batched-tokens")
     return tuple(name if value is None else f"{name}={value}" for name, value in flags.items())
-
-
-def _step_tokens(plan: Plan, pipeline: Pipeline) -> int:
-    if plan.placement.max_num_batched_tokens is not None:
-        return plan.placement.max_num_batched_tokens
-    machines = [plan.placement.cluster.instance_type(stage.instance_type) for stage in pipeline.stages]
-    return max(min(engine_defaults(m.gpu).max_num_batched_tokens for m in machines), pipeline.max_num_seqs)
 
 
 def _activation_dtype(model: ModelSpec, stage: Stage) -> Dtype:

@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a plan: real traffic, continuous batching, spot machines that come and go."""
