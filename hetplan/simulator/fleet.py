@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,11 @@ from hetplan.errors import InvalidInputError
 from hetplan.estimator.base import Estimator, make_estimator
 from hetplan.estimator.pipeline import StageShape, sequence_bytes
 from hetplan.estimator.prediction import shapes_of
-from hetplan.estimator.step_tables import pipeline_tables
+from hetplan.estimator.step_tables import PipelineTables, pipeline_tables
 from hetplan.plan import Pipeline, Plan
 from hetplan.problem.placement import PlacementProblem
 from hetplan.simulator import engine
-from hetplan.simulator.clock import Clock, make_clock
+from hetplan.simulator.clock import make_clock
 from hetplan.simulator.engine import BLOCK_TOKENS, REPLICA, REQUEST, Replicas, Router, Table
 from hetplan.simulator.traffic import Traffic
 
@@ -90,6 +90,16 @@ def kv_tokens(
     return int(min(tokens)) if tokens else 2**40
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """An engine's limits, and its share of the requests; see `ReplicaKind`."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+    kv_tokens: int
+    weight: float = 1.0
+
+
 class Fleet:
     """Replicas that serve traffic.
 
@@ -111,15 +121,42 @@ class Fleet:
     def __init__(
         self, kinds: Sequence[ReplicaKind], traffic: Traffic, *, routing: Routing = "round_robin", log_steps: int = 0
     ) -> None:
-        if routing not in get_args(Routing):
-            raise InvalidInputError(f"routing is 'round_robin' or 'least_loaded', got {routing!r}")
         if not kinds:
             raise InvalidInputError("a fleet without replicas serves nothing")
-        self.kinds, self.traffic = list(kinds), traffic
+        limits = [Limits(kind.max_num_seqs, kind.max_step_tokens, kind.kv_tokens, kind.weight) for kind in kinds]
+        self._begin(_tables_of(kinds, traffic), limits, traffic, routing, log_steps)
+
+    @classmethod
+    def of_tables(
+        cls,
+        tables: Sequence[PipelineTables],
+        limits: Sequence[Limits],
+        traffic: Traffic,
+        *,
+        routing: Routing = "round_robin",
+        log_steps: int = 0,
+    ) -> Self:
+        """Replicas whose steps are given as tables of one size."""
+        fleet = cls.__new__(cls)
+        fleet._begin(tables, limits, traffic, routing, log_steps)
+        return fleet
+
+    def _begin(
+        self,
+        tables: Sequence[PipelineTables],
+        limits: Sequence[Limits],
+        traffic: Traffic,
+        routing: Routing,
+        log_steps: int,
+    ) -> None:
+        if routing not in get_args(Routing):
+            raise InvalidInputError(f"routing is 'round_robin' or 'least_loaded', got {routing!r}")
+        self.traffic = traffic
         self.now_s = 0.0
-        self._clock, self._first_stages = _clock_of(kinds, traffic)
+        self._limits, self._stages = list(limits), [len(one.stages) for one in tables]
+        self._clock, self._first_stages = make_clock(tables)
         self.requests = _requests(traffic)
-        self._replicas = _no_replicas(kinds)
+        self._replicas = _no_replicas(max(self._stages), max(one.max_num_seqs for one in limits))
         types, count = len(traffic.query_types), len(traffic)
         self._router = Router(
             weight=np.zeros((types, 0)),
@@ -145,7 +182,7 @@ class Fleet:
         Parameters
         ----------
         kind : int
-            Index into ``kinds``.
+            Index into the kinds.
         weight : (query types,) sequence of float, optional
             By default the kind's for every type.
 
@@ -154,9 +191,9 @@ class Fleet:
         int
             The replica's number; numbers are not used again.
         """
-        own = self.kinds[kind]
+        own = self._limits[kind]
         shares = np.full(len(self.traffic.query_types), own.weight) if weight is None else np.asarray(weight, float)
-        self._replicas = _with_one_more(self._replicas, own, self._first_stages[kind])
+        self._replicas = _with_one_more(self._replicas, own, self._first_stages[kind], self._stages[kind])
         router = self._router
         # All begin again: a newcomer is not owed what the others had.
         self._router = router._replace(
@@ -229,21 +266,19 @@ class Fleet:
         return self._router.log[: int(self._router.numbers[engine.LOGGED])]
 
 
-def _clock_of(kinds: Sequence[ReplicaKind], traffic: Traffic) -> tuple[Clock, list[int]]:
+def _tables_of(kinds: Sequence[ReplicaKind], traffic: Traffic) -> list[PipelineTables]:
     longest = int((traffic.input_tokens + traffic.output_tokens).max())
-    return make_clock(
-        [
-            pipeline_tables(
-                kind.problem,
-                kind.estimator,
-                kind.stages,
-                max_step_tokens=max(one.max_step_tokens for one in kinds),
-                max_num_seqs=max(one.max_num_seqs for one in kinds),
-                max_context=longest,
-            )
-            for kind in kinds
-        ]
-    )
+    return [
+        pipeline_tables(
+            kind.problem,
+            kind.estimator,
+            kind.stages,
+            max_step_tokens=max(one.max_step_tokens for one in kinds),
+            max_num_seqs=max(one.max_num_seqs for one in kinds),
+            max_context=longest,
+        )
+        for kind in kinds
+    ]
 
 
 def _requests(traffic: Traffic) -> Table:
@@ -260,8 +295,7 @@ def _requests(traffic: Traffic) -> Table:
     return found
 
 
-def _no_replicas(kinds: Sequence[ReplicaKind]) -> Replicas:
-    stages, most = max(len(one.stages) for one in kinds), max(one.max_num_seqs for one in kinds)
+def _no_replicas(stages: int, most: int) -> Replicas:
     return Replicas(
         row=np.zeros(0, dtype=REPLICA),
         running=np.zeros((0, most), dtype=np.int64),
@@ -272,9 +306,9 @@ def _no_replicas(kinds: Sequence[ReplicaKind]) -> Replicas:
     )
 
 
-def _with_one_more(replicas: Replicas, kind: ReplicaKind, first_stage: int) -> Replicas:
+def _with_one_more(replicas: Replicas, kind: Limits, first_stage: int, stages: int) -> Replicas:
     row: Table = np.zeros(1, dtype=REPLICA)
-    row["open"], row["first_stage"], row["stages"] = 1, first_stage, len(kind.stages)
+    row["open"], row["first_stage"], row["stages"] = 1, first_stage, stages
     row["max_num_seqs"], row["max_step_tokens"] = kind.max_num_seqs, kind.max_step_tokens
     row["blocks"] = row["free"] = kind.kv_tokens // BLOCK_TOKENS
     row["head"] = row["tail"] = -1
