@@ -13,6 +13,15 @@ What a running side makes of actions:
   transfers begin early enough to end by then. Until then they are served where they are.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hetplan.errors import UnknownNameError
+from hetplan.policies.adaptive import Adaptive, on_demand_floor
+from hetplan.policies.moves import choose_move, share_link
+from hetplan.policies.parcae import Parcae, predicted_count
+from hetplan.policies.shuntserve import Both, Concurrent, Migration, NoHandling, OnDemand
 from hetplan.policies.situation import (
     Actions,
     Event,
@@ -32,16 +41,25 @@ from hetplan.policies.situation import (
     Situation,
     Tick,
 )
+from hetplan.policies.skyserve import SkyServe
 
 __all__ = [
+    "POLICIES",
     "Actions",
+    "Adaptive",
+    "Both",
+    "Concurrent",
     "Event",
     "InFlight",
     "Loss",
     "MarketEvent",
+    "Migration",
     "Move",
+    "NoHandling",
     "Node",
     "Notice",
+    "OnDemand",
+    "Parcae",
     "PipelineState",
     "PipelineView",
     "Policy",
@@ -50,5 +68,46 @@ __all__ = [
     "Request",
     "Return",
     "Situation",
+    "SkyServe",
     "Tick",
+    "choose_move",
+    "on_demand_floor",
+    "policy",
+    "predicted_count",
+    "share_link",
 ]
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    kind.name: kind for kind in (OnDemand, NoHandling, Migration, Concurrent, Both, SkyServe, Parcae, Adaptive)
+}
+
+
+def policy(name: str, **parameters: float | None) -> Policy:
+    """A policy by its name.
+
+    Parameters
+    ----------
+    name : str
+        "on-demand", "none", "migration", "concurrent", "both", "skyserve", "parcae" or "hetplan".
+    **parameters
+        What its class takes.
+
+    Returns
+    -------
+    Policy
+
+    Raises
+    ------
+    UnknownNameError
+        For another name.
+    InvalidInputError
+        For a parameter out of range.
+
+    Examples
+    --------
+    >>> policy("hetplan", availability=0.99).name
+    'hetplan'
+    """
+    if name not in POLICIES:
+        raise UnknownNameError("policy", name, POLICIES)
+    return POLICIES[name](**parameters)

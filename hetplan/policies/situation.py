@@ -51,7 +51,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Nothing happened; time to look around. Policies that foresee ask for one every so often."""
+    """Nothing happened; time to look around, every `Policy.tick_s` seconds."""
 
     time_s: float
 
@@ -225,9 +225,11 @@ class Actions:
     drain : bool
         Send no new request to the touched pipeline from now on.
     replan : bool
-        Ask for a new plan over the machines there are.
+        Ask for a new plan over the machines there are; if there is one, its pipelines lack nothing.
     return_to_spot : tuple of str
         On-demand machines to give back once the spot machines requested here serve in their place.
+    return_move : "recompute" or "restart"
+        How requests in flight leave a pipeline at that hand-over, which no loss forces.
     """
 
     request_replacements: tuple[Request, ...] = ()
@@ -236,12 +238,22 @@ class Actions:
     drain: bool = False
     replan: bool = False
     return_to_spot: tuple[str, ...] = ()
+    return_move: Literal["recompute", "restart"] = "recompute"
 
 
 class Policy(Protocol):
-    """What every policy has."""
+    """What every policy has.
+
+    Attributes
+    ----------
+    name : str
+        What it is registered as.
+    tick_s : float or None
+        Seconds between the `Tick` events that it wants; None for none.
+    """
 
     name: ClassVar[str]
+    tick_s: ClassVar[float | None]
 
     def decide(self, situation: Situation, event: Event) -> Actions:
         """Say what to do about an event."""

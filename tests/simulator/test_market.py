@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetplan.errors import InvalidInputError, UnknownNameError
@@ -182,6 +182,7 @@ class Renter:
         assert self.warned == {}
 
 
+@settings(max_examples=60, deadline=None)
 @given(markets(), st.integers(0, 3), st.data())
 def test_no_more_is_held_than_there_is_and_each_notice_ends_in_one_loss(
     case: tuple[Availability, dict[str, float]], seed: int, data: st.DataObject
@@ -189,6 +190,7 @@ def test_no_more_is_held_than_there_is_and_each_notice_ends_in_one_loss(
     Renter(*case, seed, data).run()
 
 
+@settings(max_examples=60, deadline=None)
 @given(markets(), st.integers(0, 3))
 def test_the_same_seed_gives_the_same_events(case: tuple[Availability, dict[str, float]], seed: int) -> None:
     availability, notice = case
