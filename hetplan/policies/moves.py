@@ -97,8 +97,8 @@ def share_link(
     recompute, transfer = _array("recompute_s", recompute_s), _array("transfer_s", transfer_s)
     wanted = np.flatnonzero(moves == _TRANSFER)
     spared = recompute[wanted] - transfer[wanted]
-    # What takes no time on the link comes first; spared is above 0 for all.
-    with np.errstate(divide="ignore"):
+    # What takes no time on the link comes first.
+    with np.errstate(divide="ignore", over="ignore"):
         order = np.argsort(-spared / transfer[wanted], kind="stable")
     left, sent = grace_left_s, []
     for index in order.tolist():
@@ -109,7 +109,8 @@ def share_link(
         most = int(np.argmax(np.where(transfer[wanted] <= grace_left_s, spared, -np.inf)))
         if transfer[wanted[most]] <= grace_left_s and spared[most] > spared[sent].sum():
             sent = [most]
-    shared = moves.copy()
+    # Wide enough for every move, whatever the longest of these was.
+    shared = moves.astype(f"<U{len(_RECOMPUTE)}")
     shared[wanted] = _RECOMPUTE
     shared[wanted[sent]] = _TRANSFER
     return shared
