@@ -171,6 +171,7 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
         NOTICE,
         Actions((WEST_SPOT,), start_concurrently=True, moves=("recompute", "recompute", "transfer")),
     ),
+    ("parcae", noticed(touched=None, in_flight=InFlight()), NOTICE, Actions()),
     ("parcae", lost(pools=NO_SPOT), LOSS, Actions(moves=RECOMPUTE, replan=True)),
     ("parcae", lost(), LOSS, Actions((SPOT,), moves=RECOMPUTE)),
     ("parcae", whole(pools=pools({"history": (3, 3, 3)})), TICK, Actions()),
@@ -199,7 +200,9 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
         NOTICE,
         Actions((SPOT,), start_concurrently=True, moves=("stay", "recompute", "recompute")),
     ),
-    # Five seconds are enough for nothing, and another pipeline takes the new requests.
+    ("hetplan", noticed(pools=NO_SPOT), NOTICE, Actions(moves=("stay", "recompute", "transfer"), replan=True)),
+    ("hetplan", noticed(touched=None, in_flight=InFlight()), NOTICE, Actions()),
+    # Five seconds are enough for little, and another pipeline takes the new requests.
     (
         "hetplan",
         noticed(in_flight=dataclasses.replace(FLIGHT, recompute_s=np.array([5.0, 5.0, 7.6]))),
@@ -359,7 +362,11 @@ def test_transfers_that_all_fit_are_all_kept() -> None:
     moves = np.array(["transfer", "stay", "transfer"])
     assert share_link(moves, [9, 9, 9], [2, 2, 3], 5.0).tolist() == ["transfer", "stay", "transfer"]
     assert share_link(moves, [9, 9, 9], [2, 2, 3], 4.9).tolist() == ["transfer", "stay", "recompute"]
-    assert share_link(np.array(["transfer"] * 2), [2, 30], [1, 10], 10.0).tolist() == ["recompute", "transfer"]
+
+
+def test_one_long_cache_is_sent_before_a_short_one_that_would_leave_no_room() -> None:
+    both = np.array(["transfer"] * 2)
+    assert share_link(both, [2.9, 30], [0.9, 10], 10.0).tolist() == ["recompute", "transfer"]
 
 
 @pytest.mark.parametrize(

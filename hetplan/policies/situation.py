@@ -189,11 +189,6 @@ class Situation:
     spot_availability: float = 1.0
     reduced: bool = False
 
-    @property
-    def touched_pipeline(self) -> PipelineView | None:
-        """The pipeline that the event touches."""
-        return next((p for p in self.pipelines if p.name == self.touched), None)
-
     def instance_type(self, pool: str) -> str:
         """What kind of machine a pool has."""
         return self.pools[pool].instance_type

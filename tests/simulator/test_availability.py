@@ -78,6 +78,7 @@ def test_a_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFac
         ("time_s,pool,available\n0,a,-1\n", "line 2, column available: '-1' is not a whole number"),
         ("time_s,pool,available\n0,a,1.5\n", "line 2, column available: '1.5'"),
         ("time_s,pool,available\n0,a,1\nnan,a,1\n", "line 3, column time_s: 'nan'"),
+        ("time_s,pool,available\n0,a,1\nlate,a,1\n", "line 3, column time_s: 'late'"),
         ("time_s,pool,available\n5,a,1\n", "line 2, column time_s: a begins at 5"),
         ("time_s,pool,available\n0,a,1\n9,a,2\n9,a,3\n", "line 4, column time_s: 9 is not after"),
         ("time_s,pool,available\n0,,1\n", "line 2, column pool: empty"),
@@ -92,6 +93,11 @@ def test_a_bad_file_names_line_and_column(tmp_path: Path, text: str, told: str) 
     with pytest.raises(InvalidInputError, match=r"market\.csv") as raised:
         Availability.read(path)
     assert told in str(raised.value)
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="cannot be written"):
+        Availability({"a": ([0], [1])}, 10).write(tmp_path / "none" / "market.csv")
 
 
 def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ def test_a_drop_is_announced_and_then_takes_its_machine() -> None:
     assert nodes == ["a/0", "a/1"]
     assert market.free("a") == 0
     assert market.next_change_s() == 480
+    assert [market.next_change_s(t) for t in (0, 479, 480, 600)] == [480, 480, 600, math.inf]
     (notice,) = market.advance(480)
     assert isinstance(notice, Notice)
     assert (notice.time_s, notice.grace_s, notice.deadline_s) == (480, 120, 600)
