@@ -109,8 +109,9 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
     ("none", lost(), LOSS, Actions((SPOT,), moves=RESTART)),
     ("none", lost(pools=NO_SPOT), LOSS, Actions((ON_DEMAND,), moves=RESTART)),
     ("none", lost(pools=NOBODY), LOSS, Actions(moves=RESTART)),
-    ("none", lost(touched=None, in_flight=InFlight()), BACK, Actions((SPOT,))),
-    ("none", whole(), TICK, Actions()),
+    ("none", lost(touched=None, in_flight=InFlight()), BACK, Actions((SPOT,), return_move="restart")),
+    ("none", whole(), TICK, Actions(return_move="restart")),
+    ("migration", stood_in(), BACK, Actions()),
     ("migration", noticed(), NOTICE, Actions()),
     ("migration", lost(), LOSS, Actions((SPOT,), moves=RECOMPUTE)),
     ("concurrent", noticed(), NOTICE, Actions((SPOT,), start_concurrently=True, moves=RESTART)),
@@ -123,7 +124,7 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
     # On order already: nothing is missing.
     ("both", noticed(), LOSS, Actions(moves=RECOMPUTE)),
     ("on-demand", lost(), LOSS, Actions((ON_DEMAND,), moves=RESTART)),
-    ("on-demand", stood_in(), BACK, Actions()),
+    ("on-demand", stood_in(), BACK, Actions(return_move="restart")),
     # SkyServe: notices are not used; on-demand stands in until spot is ready; spares are held.
     ("skyserve", noticed(), NOTICE, Actions()),
     (
@@ -200,7 +201,8 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
         NOTICE,
         Actions((SPOT,), start_concurrently=True, moves=("stay", "recompute", "recompute")),
     ),
-    ("hetplan", noticed(pools=NO_SPOT), NOTICE, Actions(moves=("stay", "recompute", "transfer"), replan=True)),
+    ("hetplan", noticed(pools=NO_SPOT), NOTICE, Actions((ON_DEMAND,), True, ("stay", "recompute", "transfer"))),
+    ("hetplan", noticed(pools=NOBODY), NOTICE, Actions(moves=("stay", "recompute", "transfer"), replan=True)),
     ("hetplan", noticed(touched=None, in_flight=InFlight()), NOTICE, Actions()),
     # Five seconds are enough for little, and another pipeline takes the new requests.
     (
@@ -209,8 +211,9 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
         Notice(1000.0, "east", "a1", 5.0),
         Actions((SPOT,), True, ("transfer", "transfer", "recompute"), drain=True),
     ),
-    # No spot: the price of an idle g5 is less than that of an on-demand g6, unless downtime costs something.
-    ("hetplan", lost(pools=NO_SPOT), LOSS, Actions(moves=RECOMPUTE, replan=True)),
+    # An hour of downtime is worth 1 (idle) + 3 + 5 (on demand) dollars: more than a machine, unless spot is soon back.
+    ("hetplan", lost(pools=NO_SPOT), LOSS, Actions((ON_DEMAND,), moves=RECOMPUTE)),
+    ("hetplan", lost(pools=NOBODY), LOSS, Actions(moves=RECOMPUTE, replan=True)),
     (
         "hetplan",
         lost(pools=pools({"spot_free": 0, "expected_return_s": 60.0}, {"spot_free": 0})),
@@ -267,6 +270,18 @@ def test_downtime_that_costs_more_than_the_machine_rents_it() -> None:
     # (1 + x) 60 > 5 (60 + 111.3)
     assert Adaptive(downtime_usd_per_hour=13.2).decide(lost(pools=soon), LOSS).request_replacements == ()
     assert Adaptive(downtime_usd_per_hour=13.4).decide(lost(pools=soon), LOSS).request_replacements == (ON_DEMAND,)
+
+
+@pytest.mark.parametrize(
+    ("name", "actions"),
+    [
+        ("on-demand", Actions(return_move="restart")),
+        ("none", Actions((SPOT,), return_to_spot=("d1",), return_move="restart")),
+        ("both", Actions((SPOT,), start_concurrently=True, return_to_spot=("d1",))),
+    ],
+)
+def test_shuntserves_may_give_on_demand_machines_back(name: str, actions: Actions) -> None:
+    assert policy(name, return_to_spot=True).decide(stood_in(), BACK) == actions
 
 
 def test_a_floor_keeps_the_first_pipelines_on_demand() -> None:

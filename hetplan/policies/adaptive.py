@@ -9,7 +9,7 @@ import numpy as np
 
 from hetplan.errors import InvalidInputError
 from hetplan.policies.moves import choose_move, share_link
-from hetplan.policies.renting import Renting, missing, price, stand_ins
+from hetplan.policies.renting import Renting, back_to_spot, missing, price
 from hetplan.policies.situation import Actions, Event, Loss, Move, Notice, Return, Situation
 
 _HOUR_S = 3600.0
@@ -20,8 +20,9 @@ class Adaptive:
 
     Parameters
     ----------
-    downtime_usd_per_hour : float
-        What an hour without one pipeline costs beyond the price of its idle machines.
+    downtime_usd_per_hour : float, optional
+        What an hour without one pipeline costs beyond the price of its idle machines. None takes the on-demand price of
+        all its machines: what the service is worth at least to someone who would rent them.
     availability : float, optional
         Share of the time, above 0 and below 1, that a pipeline is to serve on the average: as many pipelines are kept
         on on-demand machines as that takes (`on_demand_floor`). None keeps none.
@@ -40,9 +41,13 @@ class Adaptive:
     name: ClassVar[str] = "hetplan"
     tick_s: ClassVar[float | None] = 60.0
 
-    def __init__(self, *, downtime_usd_per_hour: float = 0.0, availability: float | None = None) -> None:
-        if not (math.isfinite(downtime_usd_per_hour) and downtime_usd_per_hour >= 0):
-            raise InvalidInputError(f"downtime_usd_per_hour is {downtime_usd_per_hour}; give a finite number from 0")
+    def __init__(self, *, downtime_usd_per_hour: float | None = None, availability: float | None = None) -> None:
+        if downtime_usd_per_hour is not None and not (
+            math.isfinite(downtime_usd_per_hour) and downtime_usd_per_hour >= 0
+        ):
+            raise InvalidInputError(
+                f"downtime_usd_per_hour is {downtime_usd_per_hour}; give a finite number from 0, or None"
+            )
         if availability is not None and not 0 < availability < 1:
             raise InvalidInputError(f"availability is {availability}; give a share above 0 and below 1, or None")
         self.downtime_usd_per_hour = downtime_usd_per_hour
@@ -59,7 +64,7 @@ class Adaptive:
         replan = _no_return_soon(situation, unmet)
         if isinstance(event, Loss):
             return Actions(tuple(renting.requests), moves=_moves(situation, 0.0, 0.0), replan=replan)
-        back = self._back_to_spot(renting, situation)
+        back = back_to_spot(renting, situation, kept=self._kept_on_demand(situation))
         return Actions(
             tuple(renting.requests),
             start_concurrently=bool(back),
@@ -98,23 +103,18 @@ class Adaptive:
     def _waiting_costs_more(self, situation: Situation, pool: str, pipeline: str) -> bool:
         """Whether a pipeline that stands still until spot returns costs more than an on-demand machine."""
         view = next(p for p in situation.pipelines if p.name == pipeline)
-        idle = [price(situation.pools[node.pool], node.market) for node in view.nodes if node.deadline_s is None]
-        lost = sum(idle) + self.downtime_usd_per_hour
+        standing = [node for node in view.nodes if node.deadline_s is None]
+        lost = sum(price(situation.pools[node.pool], node.market) for node in standing)
+        if self.downtime_usd_per_hour is not None:
+            lost += self.downtime_usd_per_hour
+        else:
+            places = [*(node.pool for node in view.nodes), *view.missing]
+            lost += sum(situation.pools[place].on_demand_usd_per_hour for place in places)
         machine = situation.pools[pool]
         wait_s = machine.expected_return_s
         if math.isinf(wait_s):
             return lost > machine.on_demand_usd_per_hour
         return lost * wait_s > machine.on_demand_usd_per_hour * (wait_s + situation.start_s)
-
-    def _back_to_spot(self, renting: Renting, situation: Situation) -> tuple[str, ...]:
-        kept = self._kept_on_demand(situation)
-        back = []
-        for pipeline, node in stand_ins(situation):
-            pool = situation.pools[node.pool]
-            cheaper = pool.spot_usd_per_hour < pool.on_demand_usd_per_hour
-            if pipeline.name not in kept and cheaper and renting.rent(node.pool, "spot", pipeline.name):
-                back.append(node.name)
-        return tuple(back)
 
     def _kept_on_demand(self, situation: Situation) -> set[str]:
         if self.availability is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from hetplan.policies.situation import Node, PipelineView, PoolView, RentedMarket, Request, Situation
 
@@ -94,3 +94,29 @@ def stand_ins(situation: Situation) -> Iterator[tuple[PipelineView, Node]]:
             for node in pipeline.nodes:
                 if node.market == "on_demand":
                     yield pipeline, node
+
+
+def back_to_spot(renting: Renting, situation: Situation, *, kept: Collection[str] = ()) -> tuple[str, ...]:
+    """Rent spot for the on-demand machines of pipelines that serve, where there is some that is cheaper.
+
+    Parameters
+    ----------
+    renting : Renting
+        Takes the requests.
+    situation : Situation
+        What stands and what can be rented.
+    kept : collection of str
+        Pipelines whose on-demand machines stay.
+
+    Returns
+    -------
+    tuple of str
+        The machines that can be given back.
+    """
+    back = []
+    for pipeline, node in stand_ins(situation):
+        pool = situation.pools[node.pool]
+        cheaper = pool.spot_usd_per_hour < pool.on_demand_usd_per_hour
+        if pipeline.name not in kept and cheaper and renting.rent(node.pool, "spot", pipeline.name):
+            back.append(node.name)
+    return tuple(back)

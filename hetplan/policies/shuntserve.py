@@ -1,26 +1,36 @@
 """The five ways to meet interruptions that ShuntServe compares (section 7.2).
 
 None of them changes the plan, and a lost machine is replaced by a spot machine of its type, or by an on-demand one
-where there is none: the "auxiliary on-demand fallback" of section 8.2. The paper does not say that on-demand machines
-are given back when spot returns; here they are kept.
+where there is none: the "auxiliary on-demand fallback" of section 8.2. The paper does not say whether on-demand
+machines are given back when spot returns: by default they are kept, which over days leaves little spot;
+``return_to_spot=True`` gives them back.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from hetplan.policies.renting import Renting, missing
+from hetplan.policies.renting import Renting, back_to_spot, missing
 from hetplan.policies.situation import Actions, Event, Loss, Move, Notice, Situation
 
 
 class _Fixed:
-    """Shared by all five: which of the two mechanisms they have, and how they rent."""
+    """Shared by all five: which of the two mechanisms they have, and how they rent.
+
+    Parameters
+    ----------
+    return_to_spot : bool
+        Whether on-demand machines give way to cheaper spot that returns.
+    """
 
     name: ClassVar[str]
     tick_s: ClassVar[float | None] = None
     migrates: ClassVar[bool]
     concurrent: ClassVar[bool]
     only_on_demand: ClassVar[bool] = False
+
+    def __init__(self, *, return_to_spot: bool = False) -> None:
+        self.return_to_spot = return_to_spot
 
     def decide(self, situation: Situation, event: Event) -> Actions:
         """Say what to do about an event."""
@@ -38,7 +48,15 @@ class _Fixed:
             )
         for pipeline, pool in missing(situation):
             self._replace(renting, pool, pipeline.name)
-        return Actions(tuple(renting.requests), moves=self._moves(situation) if isinstance(event, Loss) else ())
+        if isinstance(event, Loss):
+            return Actions(tuple(renting.requests), moves=self._moves(situation))
+        back = back_to_spot(renting, situation) if self.return_to_spot and not self.only_on_demand else ()
+        return Actions(
+            tuple(renting.requests),
+            start_concurrently=bool(back) and self.concurrent,
+            return_to_spot=back,
+            return_move="recompute" if self.migrates else "restart",
+        )
 
     def _replace(self, renting: Renting, pool: str, pipeline: str) -> None:
         if self.only_on_demand or not renting.rent(pool, "spot", pipeline):
