@@ -53,7 +53,7 @@ def test_a_simulation_of_losses_and_starts_agrees(
 ) -> None:
     monkeypatch.setitem(USUAL, "interruptions_per_hour", often)
     rng = np.random.default_rng(7)
-    runs = np.array([run_of_losses(rng, handling, 200.0) for _ in range(60)])
+    runs = np.array([run_of_losses(rng, handling, 100.0) for _ in range(40)])
     cost = interruption_cost(handling=handling, **USUAL)
     expected = np.array([cost.availability, cost.interruptions_per_hour, cost.overlap_machine_s_per_hour])
     error = runs.std(axis=0, ddof=1) / math.sqrt(len(runs))

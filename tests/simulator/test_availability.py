@@ -36,7 +36,7 @@ def test_a_step_that_changes_nothing_is_no_change() -> None:
     assert list(market.changes()) == [Change(20, "a", 2, 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(availabilities())
 def test_changes_come_in_order_and_rebuild_the_counts(market: Availability) -> None:
     counts = {pool: market.count(pool, 0) for pool in market.pools}
@@ -49,7 +49,7 @@ def test_changes_come_in_order_and_rebuild_the_counts(market: Availability) -> N
     assert counts == {pool: market.count(pool, market.duration_s) for pool in market.pools}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(availabilities(), st.data())
 def test_a_window_is_the_same_market_with_its_own_clock(market: Availability, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, int(market.duration_s) - 1))
@@ -60,7 +60,7 @@ def test_a_window_is_the_same_market_with_its_own_clock(market: Availability, da
         assert [part.count(p, t) for p in part.pools] == [market.count(p, start + t) for p in market.pools]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(availabilities())
 def test_a_file_gives_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, market: Availability) -> None:
     path = tmp_path_factory.mktemp("market") / "market.csv"
@@ -140,7 +140,7 @@ def test_a_question_outside_is_refused() -> None:
             market.window(start, stop)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(availabilities(), st.integers(1, 10), st.integers(1, 5))
 def test_scores_of_windows_count_what_the_windows_hold(market: Availability, width: int, step: int) -> None:
     starts, events, machines = window_scores(market, width_s=width, step_s=step)

@@ -183,7 +183,7 @@ class Renter:
         assert self.warned == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(markets(), st.integers(0, 3), st.data())
 def test_no_more_is_held_than_there_is_and_each_notice_ends_in_one_loss(
     case: tuple[Availability, dict[str, float]], seed: int, data: st.DataObject
@@ -191,7 +191,7 @@ def test_no_more_is_held_than_there_is_and_each_notice_ends_in_one_loss(
     Renter(*case, seed, data).run()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(markets(), st.integers(0, 3))
 def test_the_same_seed_gives_the_same_events(case: tuple[Availability, dict[str, float]], seed: int) -> None:
     availability, notice = case
