@@ -1,1 +1,1 @@
-"""Discrete-event simulation of a plan: real traffic, continuous batching, spot machines that come and go."""
+"""A plan under traffic and a spot market: what is served, how late, at what cost."""

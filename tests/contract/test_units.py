@@ -34,6 +34,7 @@ PLAIN = {
     "fraction", "shares", "level", "gap", "percentile", "prefix_cache_hit_rate", "gpu_memory_utilization",
     "latency_penalty", "relative_spread", "kind_weights", "wave_fraction", "dispatch_fraction", "all_reduce_factor",
     "overlap_power",
+    "availability", "overlap_fraction",
     "utilization", "error_limit", "errors", "error_factor", "slowness", "max_unserved", "weight_scale",
     # counts, degrees and indices
     "model", "tier", "machines", "closed", "replicas", "copied", "parts",
