@@ -14,6 +14,7 @@ from hetplan.errors import InvalidInputError
 from hetplan.estimator.base import Estimator, make_estimator
 from hetplan.estimator.pipeline import StageShape, sequence_bytes
 from hetplan.estimator.prediction import shapes_of
+from hetplan.estimator.replica import Replica
 from hetplan.estimator.step_tables import PipelineTables, pipeline_tables
 from hetplan.plan import Pipeline, Plan
 from hetplan.problem.placement import PlacementProblem
@@ -21,6 +22,7 @@ from hetplan.simulator import engine
 from hetplan.simulator.clock import make_clock
 from hetplan.simulator.engine import BLOCK_TOKENS, REPLICA, REQUEST, Replicas, Router, Table
 from hetplan.simulator.traffic import Traffic
+from hetplan.workload.requests import Workload
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -76,6 +78,30 @@ def kind_of(plan: Plan, problem: PlacementProblem, estimator: Estimator, pipelin
         plan.max_num_batched_tokens(pipeline),
         kv_tokens(problem, estimator, stages, caches),
         pipeline.predictions.requests_per_s.value,
+    )
+
+
+def kind_of_replica(replica: Replica, workload: Workload, *, max_num_seqs: int | None = None) -> ReplicaKind:
+    """A replica as `hetplan.predict` sees it, under a workload.
+
+    Parameters
+    ----------
+    replica : Replica
+    workload : Workload
+        Whose mean lengths say how many tokens the KV cache holds.
+    max_num_seqs : int, optional
+        By default the engine's own.
+    """
+    problem, overheads = replica.problem.replace(workload=workload), replica.problem.step_overheads
+    caches = [memory.kv_cache_bytes for memory in replica.memories]
+    return ReplicaKind(
+        problem,
+        replica.estimator,
+        replica.stages,
+        overheads.max_num_seqs if max_num_seqs is None else max_num_seqs,
+        overheads.max_num_batched_tokens,
+        kv_tokens(problem, replica.estimator, replica.stages, caches),
+        1.0,
     )
 
 
