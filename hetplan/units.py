@@ -13,6 +13,7 @@ MB = 10**6
 GB = 10**9
 GIGA = 10**9
 TERA = 10**12
+MILLION = 10**6
 MICRO = 1e-6
 MILLI = 1e-3
 BITS_PER_BYTE = 8

@@ -109,8 +109,8 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
     ("none", lost(), LOSS, Actions((SPOT,), moves=RESTART)),
     ("none", lost(pools=NO_SPOT), LOSS, Actions((ON_DEMAND,), moves=RESTART)),
     ("none", lost(pools=NOBODY), LOSS, Actions(moves=RESTART)),
-    ("none", lost(touched=None, in_flight=InFlight()), BACK, Actions((SPOT,), return_move="restart")),
-    ("none", whole(), TICK, Actions(return_move="restart")),
+    ("none", lost(touched=None, in_flight=InFlight()), BACK, Actions((SPOT,))),
+    ("none", whole(), TICK, Actions()),
     ("migration", stood_in(), BACK, Actions()),
     ("migration", noticed(), NOTICE, Actions()),
     ("migration", lost(), LOSS, Actions((SPOT,), moves=RECOMPUTE)),
@@ -124,39 +124,39 @@ TABLE: list[tuple[str, Situation, Event, Actions]] = [
     # On order already: nothing is missing.
     ("both", noticed(), LOSS, Actions(moves=RECOMPUTE)),
     ("on-demand", lost(), LOSS, Actions((ON_DEMAND,), moves=RESTART)),
-    ("on-demand", stood_in(), BACK, Actions(return_move="restart")),
+    ("on-demand", stood_in(), BACK, Actions()),
     # SkyServe: notices are not used; on-demand stands in until spot is ready; spares are held.
     ("skyserve", noticed(), NOTICE, Actions()),
     (
         "skyserve",
         lost(),
         LOSS,
-        Actions((ON_DEMAND, Request("east", "spot"), Request("west", "spot")), moves=RESTART, return_move="restart"),
+        Actions((ON_DEMAND, Request("east", "spot"), Request("west", "spot")), moves=RESTART),
     ),
     (
         "skyserve",
         lost(pools=pools({"interrupted": True})),
         LOSS,
-        Actions((ON_DEMAND, Request("west", "spot"), Request("east", "spot")), moves=RESTART, return_move="restart"),
+        Actions((ON_DEMAND, Request("west", "spot"), Request("east", "spot")), moves=RESTART),
     ),
     (
         "skyserve",
         lost(spares=(Node("s1", "west", "spot"),), pools=pools({"spot_free": 0})),
         LOSS,
-        Actions((WEST_SPOT, Request("west", "spot")), moves=RESTART, return_move="restart"),
+        Actions((WEST_SPOT, Request("west", "spot")), moves=RESTART),
     ),
     (
         "skyserve",
         lost(pools=pools({"on_demand_free": 0}, {"on_demand_free": 0})),
         LOSS,
-        Actions((SPOT, Request("west", "spot")), moves=RESTART, return_move="restart"),
+        Actions((SPOT, Request("west", "spot")), moves=RESTART),
     ),
-    ("skyserve", stood_in(pools=NO_SPOT), TICK, Actions(return_move="restart")),
+    ("skyserve", stood_in(pools=NO_SPOT), TICK, Actions()),
     (
         "skyserve",
         stood_in(spares=(Node("s1", "west", "spot"), Node("s2", "west", "spot"))),
         TICK,
-        Actions((WEST_SPOT,), start_concurrently=True, return_to_spot=("d1",), return_move="restart"),
+        Actions((WEST_SPOT,), start_concurrently=True, return_to_spot=("d1",)),
     ),
     # Parcae: spot only, prepared by prediction, the plan made anew when there is none.
     (
@@ -275,8 +275,8 @@ def test_downtime_that_costs_more_than_the_machine_rents_it() -> None:
 @pytest.mark.parametrize(
     ("name", "actions"),
     [
-        ("on-demand", Actions(return_move="restart")),
-        ("none", Actions((SPOT,), return_to_spot=("d1",), return_move="restart")),
+        ("on-demand", Actions()),
+        ("none", Actions((SPOT,), return_to_spot=("d1",))),
         ("both", Actions((SPOT,), start_concurrently=True, return_to_spot=("d1",))),
     ],
 )

@@ -24,6 +24,7 @@ from hetplan.policies.parcae import Parcae, predicted_count
 from hetplan.policies.shuntserve import Both, Concurrent, Migration, NoHandling, OnDemand
 from hetplan.policies.situation import (
     Actions,
+    DefaultMove,
     Event,
     InFlight,
     Loss,
@@ -49,6 +50,7 @@ __all__ = [
     "Adaptive",
     "Both",
     "Concurrent",
+    "DefaultMove",
     "Event",
     "InFlight",
     "Loss",

@@ -10,7 +10,7 @@ import numpy as np
 from hetplan.errors import InvalidInputError
 from hetplan.policies.moves import choose_move, share_link
 from hetplan.policies.renting import Renting, back_to_spot, missing, price
-from hetplan.policies.situation import Actions, Event, Loss, Move, Notice, Return, Situation
+from hetplan.policies.situation import Actions, DefaultMove, Event, Loss, Move, Notice, Return, Situation
 
 _HOUR_S = 3600.0
 
@@ -40,6 +40,8 @@ class Adaptive:
 
     name: ClassVar[str] = "hetplan"
     tick_s: ClassVar[float | None] = 60.0
+    parallel_start: ClassVar[bool] = True
+    default_move: ClassVar[DefaultMove] = "transfer"
 
     def __init__(self, *, downtime_usd_per_hour: float | None = None, availability: float | None = None) -> None:
         if downtime_usd_per_hour is not None and not (

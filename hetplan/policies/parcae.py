@@ -11,7 +11,7 @@ import numpy as np
 from hetplan.errors import InvalidInputError
 from hetplan.policies.moves import choose_move, share_link
 from hetplan.policies.renting import Renting, missing
-from hetplan.policies.situation import Actions, Event, Loss, Move, Notice, Return, Situation
+from hetplan.policies.situation import Actions, DefaultMove, Event, Loss, Move, Notice, Return, Situation
 
 
 class Parcae:
@@ -38,6 +38,8 @@ class Parcae:
     name: ClassVar[str] = "parcae"
     # Parcae predicts in steps of a minute.
     tick_s: ClassVar[float | None] = 60.0
+    parallel_start: ClassVar[bool] = True
+    default_move: ClassVar[DefaultMove] = "transfer"
 
     def __init__(self, *, horizon: int = 12) -> None:
         if horizon < 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hetplan.policies.renting import Renting, back_to_spot, missing
-from hetplan.policies.situation import Actions, Event, Loss, Move, Notice, Situation
+from hetplan.policies.situation import Actions, DefaultMove, Event, Loss, Move, Notice, Situation
 
 
 class _Fixed:
@@ -31,6 +31,16 @@ class _Fixed:
 
     def __init__(self, *, return_to_spot: bool = False) -> None:
         self.return_to_spot = return_to_spot
+
+    @property
+    def parallel_start(self) -> bool:
+        """With concurrent initialisation comes the tensor store; without, an engine loads its weights itself."""
+        return self.concurrent
+
+    @property
+    def default_move(self) -> DefaultMove:
+        """Migration keeps what was generated."""
+        return "recompute" if self.migrates else "restart"
 
     def decide(self, situation: Situation, event: Event) -> Actions:
         """Say what to do about an event."""
@@ -55,7 +65,6 @@ class _Fixed:
             tuple(renting.requests),
             start_concurrently=bool(back) and self.concurrent,
             return_to_spot=back,
-            return_move="recompute" if self.migrates else "restart",
         )
 
     def _replace(self, renting: Renting, pool: str, pipeline: str) -> None:
@@ -63,8 +72,7 @@ class _Fixed:
             renting.rent(pool, "on_demand", pipeline)
 
     def _moves(self, situation: Situation) -> tuple[Move, ...]:
-        move: Move = "recompute" if self.migrates else "restart"
-        return (move,) * len(situation.in_flight)
+        return (self.default_move,) * len(situation.in_flight)
 
 
 class OnDemand(_Fixed):

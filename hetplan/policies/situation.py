@@ -14,6 +14,7 @@ FloatArray = NDArray[np.float64]
 RentedMarket = Literal["spot", "on_demand"]
 PipelineState = Literal["serving", "initialising", "dead"]
 Move = Literal["stay", "recompute", "transfer", "restart"]
+DefaultMove = Literal["restart", "recompute", "transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,6 @@ class Actions:
         Ask for a new plan over the machines there are; if there is one, its pipelines lack nothing.
     return_to_spot : tuple of str
         On-demand machines to give back once the spot machines requested here serve in their place.
-    return_move : "recompute" or "restart"
-        How requests in flight leave a pipeline at that hand-over, which no loss forces.
     """
 
     request_replacements: tuple[Request, ...] = ()
@@ -233,7 +232,6 @@ class Actions:
     drain: bool = False
     replan: bool = False
     return_to_spot: tuple[str, ...] = ()
-    return_move: Literal["recompute", "restart"] = "recompute"
 
 
 class Policy(Protocol):
@@ -245,10 +243,25 @@ class Policy(Protocol):
         What it is registered as.
     tick_s : float or None
         Seconds between the `Tick` events that it wants; None for none.
+    parallel_start : bool
+        Whether its engines start beside the loading of their weights, as a tensor store allows.
+    default_move : "restart", "recompute" or "transfer"
+        How requests leave that no action names. "transfer": at a hand-over that no loss forces a cache is sent where
+        that takes less than to build it anew; otherwise it is built anew.
     """
 
     name: ClassVar[str]
     tick_s: ClassVar[float | None]
+
+    @property
+    def parallel_start(self) -> bool:
+        """See above."""
+        ...
+
+    @property
+    def default_move(self) -> DefaultMove:
+        """See above."""
+        ...
 
     def decide(self, situation: Situation, event: Event) -> Actions:
         """Say what to do about an event."""

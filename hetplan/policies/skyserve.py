@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hetplan.errors import InvalidInputError
 from hetplan.policies.renting import Renting, missing, stand_ins
-from hetplan.policies.situation import Actions, Event, Loss, Move, Notice, PoolView, Situation
+from hetplan.policies.situation import Actions, DefaultMove, Event, Loss, Move, Notice, PoolView, Situation
 
 
 class SkyServe:
@@ -33,6 +33,8 @@ class SkyServe:
     name: ClassVar[str] = "skyserve"
     # SkyServe's autoscaler decides every 20 seconds.
     tick_s: ClassVar[float | None] = 20.0
+    parallel_start: ClassVar[bool] = False
+    default_move: ClassVar[DefaultMove] = "restart"
 
     def __init__(self, *, extra_spot: int = 1) -> None:
         if extra_spot < 0:
@@ -69,7 +71,6 @@ class SkyServe:
             start_concurrently=bool(given_back),
             moves=(restart,) * len(situation.in_flight) if isinstance(event, Loss) else (),
             return_to_spot=tuple(given_back),
-            return_move="restart",
         )
 
     def _kind(self, situation: Situation, event: Event) -> str:

@@ -689,7 +689,7 @@ def stop(clock: Clock, a: Table, p: Replicas, q: Router, r: int, t: float) -> In
         i = a[i].behind
     for i in found[:size]:
         # A token that was on its way is not there.
-        a[i].computed = min(a[i].computed, a[i].prompt + max(a[i].emitted - 1, 0))
+        a[i].computed = min(a[i].computed, a[i].prompt + a[i].emitted - 1)
         a[i].status, a[i].replica, a[i].behind, a[i].in_steps, a[i].blocks = WAITING, -1, -1, 0, 0
     p.row[r].open = p.row[r].running_count = p.row[r].waiting = p.row[r].load = 0
     p.row[r].head = p.row[r].tail = -1

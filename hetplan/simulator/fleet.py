@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,10 +179,10 @@ class Fleet:
             raise InvalidInputError(f"routing is 'round_robin' or 'least_loaded', got {routing!r}")
         self.traffic = traffic
         self.now_s = 0.0
-        self._limits, self._stages = list(limits), [len(one.stages) for one in tables]
-        self._clock, self._first_stages = make_clock(tables)
+        self._tables, self._limits = list(tables), list(limits)
+        self._clock, self._first_stages = make_clock(self._tables)
         self.requests = _requests(traffic)
-        self._replicas = _no_replicas(max(self._stages), max(one.max_num_seqs for one in limits))
+        self._replicas = _no_replicas(max(len(one.stages) for one in tables), max(one.max_num_seqs for one in limits))
         types, count = len(traffic.query_types), len(traffic)
         self._router = Router(
             weight=np.zeros((types, 0)),
@@ -219,7 +219,7 @@ class Fleet:
         """
         own = self._limits[kind]
         shares = np.full(len(self.traffic.query_types), own.weight) if weight is None else np.asarray(weight, float)
-        self._replicas = _with_one_more(self._replicas, own, self._first_stages[kind], self._stages[kind])
+        self._replicas = _with_one_more(self._replicas, own, self._first_stages[kind], len(self._tables[kind].stages))
         router = self._router
         # All begin again: a newcomer is not owed what the others had.
         self._router = router._replace(
@@ -227,6 +227,29 @@ class Fleet:
             sent=np.zeros((len(shares), router.sent.shape[1] + 1)),
         )
         return len(self._replicas.row) - 1
+
+    def add_kind(self, kind: ReplicaKind) -> int:
+        """A further kind, within the limits of those that are there; its number for `add`."""
+        most = max(one.max_num_seqs for one in self._limits)
+        steps = max(one.max_step_tokens for one in self._limits)
+        limits = Limits(
+            min(kind.max_num_seqs, most), min(kind.max_step_tokens, steps), kind.kv_tokens, kind.weight
+        )
+        longest = int((self.traffic.input_tokens + self.traffic.output_tokens).max())
+        self._tables.append(
+            pipeline_tables(
+                kind.problem,
+                kind.estimator,
+                kind.stages,
+                max_step_tokens=steps,
+                max_num_seqs=most,
+                max_context=longest,
+            )
+        )
+        self._limits.append(limits)
+        self._clock, self._first_stages = make_clock(self._tables)
+        self._replicas = _with_stages(self._replicas, len(kind.stages))
+        return len(self._limits) - 1
 
     def open_held(self) -> None:
         """Send what no replica took to those that are there now."""
@@ -346,3 +369,21 @@ def _with_one_more(replicas: Replicas, kind: Limits, first_stage: int, stages: i
     grown["row"][-1] = row[0]
     grown["step_end_s"][-1] = math.inf
     return Replicas(**grown)
+
+
+def _with_stages(replicas: Replicas, stages: int) -> Replicas:
+    """Room for pipelines of more stages."""
+    more = stages - replicas.stage_free_s.shape[1]
+    if more <= 0:
+        return replicas
+
+    def wider(old: NDArray[Any], value: float) -> NDArray[Any]:
+        rest = np.full((old.shape[0], more, *old.shape[2:]), value, dtype=old.dtype)
+        return np.concatenate([old, rest], axis=1)
+
+    return replicas._replace(
+        stage_free_s=wider(replicas.stage_free_s, 0.0),
+        step_end_s=wider(replicas.step_end_s, math.inf),
+        step_size=wider(replicas.step_size, 0),
+        step_member=wider(replicas.step_member, 0),
+    )

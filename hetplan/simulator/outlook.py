@@ -74,6 +74,10 @@ class Outlook:
         self._prior_return_s = prior_return_s
         self._seen = {pool: _Seen() for pool in market.pools}
 
+    def instance_type(self, pool: str) -> str:
+        """The instance type of a pool."""
+        return self._instance_types[pool]
+
     def see(self, events: Iterable[MarketEvent]) -> None:
         """Take note of events, in their order."""
         for event in events:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hetplan.errors import InvalidInputError
 from hetplan.simulator.engine import DONE, REFUSED, Table
-from hetplan.units import MILLION, SECONDS_PER_HOUR
+from hetplan.units import MILLION
 from hetplan.workload.requests import Slo
 
 if TYPE_CHECKING:
@@ -289,7 +289,3 @@ class SimulationResult:
         except OSError as error:
             raise InvalidInputError(f"{path}: cannot be written: {error}. Check the path") from None
 
-
-def owned_cost_usd(usd_per_hour: Sequence[float], seconds: float) -> float:
-    """What machines that stand all the time cost."""
-    return sum(usd_per_hour) * seconds / SECONDS_PER_HOUR
