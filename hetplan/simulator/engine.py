@@ -592,9 +592,10 @@ def _arrive(clock: Clock, a: Table, p: Replicas, q: Router, i: int, wanted: int,
         a[i].computed = 0
         _hold(a, q, i)
         return
-    if r != wanted and wanted >= 0:
+    if wanted < 0:
+        q.sent[a[i].query_type, r] += 1
+    elif r != wanted:
         a[i].computed = 0
-    q.sent[a[i].query_type, r] += 1
     if _blocks_for(a[i].prompt + a[i].answer) > p.row[r].blocks:
         a[i].status = REFUSED
         a[i].finish_s = t

@@ -251,6 +251,10 @@ class Fleet:
         self._replicas = _with_stages(self._replicas, len(kind.stages))
         return len(self._limits) - 1
 
+    def stages_of(self, kind: int) -> int:
+        """Stages of a kind's pipeline."""
+        return len(self._tables[kind].stages)
+
     def open_held(self) -> None:
         """Send what no replica took to those that are there now."""
         engine.release_held(self._clock, self.requests, self._replicas, self._router, self.now_s)

@@ -430,7 +430,22 @@ class SpotRun:
                 table["recomputed"][i] += table["computed"][i]
                 table["computed"][i] = 0
             table["moves"][i] += 1
-        self.fleet.submit(requests, np.full(len(requests), now))
+        # At a hand-over to the new engines, after a loss to whom the router chooses.
+        to = -1 if life.replica is None or life.replica == replica else life.replica
+        self.fleet.submit(requests, now + self._pace_s(life, requests), replica=to)
+
+    def _pace_s(self, life: Life, requests: IntArray) -> FloatArray:
+        """When each of the requests that leave together comes again, after now.
+
+        What needs no prompt computed would all be taken up in one step, and a pipeline whose sequences are all in one
+        step uses one stage at a time. So such requests come in as many groups as there are stages, a stage's time apart.
+        """
+        later = np.zeros(len(requests))
+        sent = np.flatnonzero(self.fleet.requests["computed"][requests] > 0)
+        stages = self.fleet.stages_of(life.kind)
+        group = np.arange(len(sent)) * stages // max(len(sent), 1)
+        later[sent] = group * self._costs[life.kind].step_s / stages
+        return later
 
     # ---- a smaller plan
 
