@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AllocationProblem": "hetplan.problem.allocation",
+    "Availability": "hetplan.simulator.availability",
     "Calibration": "hetplan.catalog.calibration",
     "Cluster": "hetplan.catalog.offers",
     "GpuSpec": "hetplan.catalog.hardware",
@@ -28,9 +29,12 @@ _HOMES = {
     "QueryType": "hetplan.workload.requests",
     "Reason": "hetplan.errors",
     "SchemaVersionError": "hetplan.errors",
+    "SimulationResult": "hetplan.simulator.results",
     "Slo": "hetplan.workload.requests",
+    "SpotScenario": "hetplan.simulator.simulate",
     "TokenDistribution": "hetplan.workload.requests",
     "Trace": "hetplan.workload.traces",
+    "Traffic": "hetplan.simulator.traffic",
     "UnknownNameError": "hetplan.errors",
     "UnsupportedFeatureError": "hetplan.errors",
     "UnsupportedModelError": "hetplan.errors",
@@ -42,11 +46,13 @@ _HOMES = {
     "optimize": "hetplan.api",
     "predict": "hetplan.api",
     "predict_many": "hetplan.api",
+    "simulate": "hetplan.api",
     "verify": "hetplan.api",
 }
 
 __all__ = [
     "AllocationProblem",
+    "Availability",
     "Calibration",
     "Cluster",
     "GpuSpec",
@@ -63,9 +69,12 @@ __all__ = [
     "QueryType",
     "Reason",
     "SchemaVersionError",
+    "SimulationResult",
     "Slo",
+    "SpotScenario",
     "TokenDistribution",
     "Trace",
+    "Traffic",
     "UnknownNameError",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
@@ -77,11 +86,12 @@ __all__ = [
     "optimize",
     "predict",
     "predict_many",
+    "simulate",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from hetplan.api import compare, estimate, launch, optimize, predict, predict_many, verify
+    from hetplan.api import compare, estimate, launch, optimize, predict, predict_many, simulate, verify
     from hetplan.catalog.calibration import Calibration
     from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
     from hetplan.catalog.model import ModelSpec
@@ -100,6 +110,10 @@ if TYPE_CHECKING:
     from hetplan.plan import Plan
     from hetplan.problem.allocation import AllocationProblem
     from hetplan.problem.placement import PlacementProblem
+    from hetplan.simulator.availability import Availability
+    from hetplan.simulator.results import SimulationResult
+    from hetplan.simulator.simulate import SpotScenario
+    from hetplan.simulator.traffic import Traffic
     from hetplan.verification import Violation
     from hetplan.workload.requests import QueryType, Slo, TokenDistribution, Workload
     from hetplan.workload.traces import Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,7 +23,7 @@ from hetplan.catalog.tables import (
     get_instance_type,
     gpu_name,
 )
-from hetplan.errors import InvalidInputError
+from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError
 from hetplan.estimator.prediction import (
     PlanEstimate,
     ReplicaPrediction,
@@ -36,12 +36,17 @@ from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
+from hetplan.simulator.availability import Availability
+from hetplan.simulator.results import SimulationResult
+from hetplan.simulator.simulate import SpotScenario, simulate_plan
+from hetplan.simulator.traffic import Traffic, as_traffic
 from hetplan.solvers.allocation.build import build_allocation_plan
 from hetplan.solvers.base import OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.solvers.compare import Comparison, compare_solvers
 from hetplan.verification import Violation, verify_plan
 from hetplan.workload.requests import Slo, Workload
+from hetplan.workload.traces import Trace
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -327,6 +332,103 @@ def estimate(plan: Plan, workload: Workload | None = None) -> PlanEstimate:
         If a request of the workload does not fit some stage.
     """
     return estimate_plan(plan, workload)
+
+
+def simulate(
+    plan: Plan,
+    trace: Trace | Traffic,
+    *,
+    spot: SpotScenario | Availability | None = None,
+    policy: str = "hetplan",
+    routing: Literal["round_robin", "least_loaded"] = "round_robin",
+    seed: int = 0,
+    log_steps: int = 0,
+    replan: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SimulationResult:
+    """Live through traffic with a plan: continuous batching as vLLM schedules it, machines that come and go.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of a placement problem; its own snapshot is used, prices of spot machines that it lacks come from the catalogue.
+    trace : Trace or Traffic
+        A trace is replayed as it was; `Traffic` makes others: faster, random, bursty, over a day, a closed loop.
+    spot : SpotScenario or Availability, optional
+        A spot market for the plan's machines. Without one all machines stand all the time.
+    policy : str
+        With an Availability, who deals with it: "on-demand", "none", "migration", "concurrent", "both", "skyserve",
+        "parcae" or "hetplan"; see `hetplan.policies`.
+    routing : "round_robin" or "least_loaded"
+        By the pipelines' throughput: in turn, or where least is to do.
+    seed : int
+        Of start times and of which machine is taken. The same seed gives the same result.
+    log_steps : int
+        Most engine steps kept for ``write_chrome_trace``.
+    replan : bool
+        Whether a policy may have a plan made over fewer machines.
+    on_progress : callable, optional
+        Called with requests done and requests in all.
+
+    Returns
+    -------
+    SimulationResult
+
+    Raises
+    ------
+    InvalidInputError
+        For bad values, and an availability that lacks a machine type of the plan.
+    UnsupportedFeatureError
+        For a plan of an allocation problem.
+
+    Examples
+    --------
+    >>> import hetplan as hp
+    >>> plan = hp.optimize(model="llama-3.1-8b", cluster={"g6.xlarge": 2}, solver="dp-beam",
+    ...                    workload=hp.Workload(input_tokens=500, output_tokens=50))
+    >>> trace = hp.Trace("two", "example", [0.0, 4.0], [100, 300], [20, 40])
+    >>> hp.simulate(plan, trace).answered
+    2
+    """
+    traffic = as_traffic(trace)
+    if isinstance(spot, Availability):
+        spot = SpotScenario.for_plan(plan, spot, policy)
+    elif spot is not None and not isinstance(spot, SpotScenario):
+        raise InvalidInputError(f"spot is a SpotScenario or an Availability, got {type(spot).__name__}")
+    return simulate_plan(
+        plan,
+        traffic,
+        spot=spot,
+        routing=routing,
+        seed=seed,
+        log_steps=log_steps,
+        replan=_plan_over if replan and spot is not None else None,
+        on_progress=on_progress,
+    )
+
+
+# Seconds for a plan over the machines that are left: it is made while requests wait.
+_REPLAN_S = 5.0
+
+
+def _plan_over(plan: Plan, machines: Mapping[str, int]) -> Plan | None:
+    """A plan of the same model over so many machines of each type; None where there is none."""
+    problem = plan.placement
+    pools = []
+    for pool in problem.cluster.pools:
+        count = min(machines.get(pool.offer.instance_type, 0), pool.count)
+        if count:
+            pools.append(pool.replace(count=count))
+    if not pools:
+        return None
+    cluster = problem.cluster.replace(pools=tuple(pools), zone_links=())
+    try:
+        solution = get_solver("dp-beam").solve(
+            problem.replace(cluster=cluster, objective="throughput", slo=None), time_limit_s=_REPLAN_S
+        )
+    except (InfeasibleError, NoSolutionError):
+        return None
+    return build_plan(problem.replace(cluster=cluster, objective="throughput", slo=None), solution, solver="dp-beam", seed=0)
 
 
 def launch(
