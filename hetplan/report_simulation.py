@@ -42,7 +42,7 @@ def latency_figure(runs: Mapping[str, SimulationResult], *, name: str = "e2e_s",
 
 def timeline_figure(run: SimulationResult) -> Figure:
     """What each pipeline did when, above the machines that each spot pool had."""
-    names = list(dict.fromkeys(span.pipeline for span in run.spans))
+    names = sorted({span.pipeline for span in run.spans})
     pools = list(run.availability)
     figure, axes = _new(8.0, 0.9 + 0.42 * len(names) + 0.5 * len(pools))
     for row, name in enumerate(reversed(names)):
