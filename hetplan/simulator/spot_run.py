@@ -255,7 +255,11 @@ class SpotRun:
             self._span(life, event.time_s)
             life.start = None
         self._decide(event, life, lost=in_use)
-        self._plan_start(life, event.time_s)
+        if life.stand_in:
+            self._dissolve(life, event.time_s)
+            self._plan_smaller(event.time_s)
+        else:
+            self._plan_start(life, event.time_s)
 
     def _decide(self, event: Event, life: Life | None = None, *, lost: bool = False) -> None:
         now = event.time_s
@@ -458,6 +462,8 @@ class SpotRun:
                 self._try_whole(life, now)
         idle = [life for life in self.lives if life.state == "dead" and not life.parked and not life.stand_in]
         machines = [m for life in idle for m in life.slots if m is not None and m.deadline_s is None]
+        if any(life.parked for life in self.lives):
+            machines += [m for m in self.spares if m.deadline_s is None]
         counts = Counter(m.pool for m in machines)
         if not machines or counts == self._replanned:
             return
@@ -467,6 +473,7 @@ class SpotRun:
             return
         for life in idle:
             life.slots, life.parked = [None] * len(life.pools), True
+        self.spares = [m for m in self.spares if m not in machines]
         for pools, kind in found:
             taken = []
             for pool in pools:
@@ -474,7 +481,7 @@ class SpotRun:
                 machines.remove(machine)
                 taken.append(machine)
             self._made += 1
-            self._costs.append(self._costs[idle[0].kind])
+            self._costs.append(self._costs[self.lives[0].kind])
             life = Life(f"stand-in {self._made}", self.fleet.add_kind(kind), pools, list(taken), stand_in=True)
             life.since_s = now
             self.lives.append(life)
@@ -501,6 +508,14 @@ class SpotRun:
         life.slots, life.parked = slots, False
         self.spares = [m for m in self.spares if m not in slots]
         self._plan_start(life, now, concurrently=True)
+
+    def _dissolve(self, life: Life, now: float) -> None:
+        """A stand-in has lost a machine: the others are spare."""
+        self._leave(life, now)
+        self._span(life, now)
+        self.lives.remove(life)
+        self.spares += [m for m in life.slots if m is not None]
+        self._replanned = None
 
     def _close_stand_ins(self, life: Life, now: float) -> None:
         """The whole pipeline serves again: those that stood in on its machines end."""
@@ -554,7 +569,7 @@ class SpotRun:
             pools=self.outlook.views(),
             start_s=start_s,
             in_flight=InFlight() if life is None else self._in_flight(life, flying),
-            touched=None if life is None else life.name,
+            touched=None if life is None or life.stand_in else life.name,
             spares=tuple(_node(machine) for machine in self.spares),
             reduced=any(one.parked for one in self.lives),
         )

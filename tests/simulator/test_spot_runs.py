@@ -149,3 +149,18 @@ def test_results_without_answers_say_so() -> None:
     run = SimulationResult(end_s=0.0, cost_usd=1.0, query_types=("all",), table=np.zeros(2, dtype=REQUEST))
     assert math.isnan(run.percentile("ttft_s", 0.5))  # type: ignore[arg-type]
     assert math.isinf(run.usd_per_million_output_tokens)
+
+
+@pytest.mark.parametrize("policy", ["parcae", "hetplan"])
+def test_a_smaller_plan_serves_while_machines_are_missing(policy: str) -> None:
+    """A pipeline over several machines that lost one for good: what is left serves as it can."""
+    load = hp.Workload(input_tokens=300, output_tokens=60, requests_per_s=0.2)
+    plan = hp.optimize(model="llama-3.1-8b", cluster={"g4dn.xlarge": 4}, workload=load, solver="dp-beam")
+    assert all(len(pipeline.nodes) > 1 for pipeline in plan.deployments[0].pipelines)
+    traffic = hp.Traffic.poisson(load, duration_s=1200, seed=0)
+    scarce = hp.Availability({"g4dn.xlarge": ([0, 300, 900], [4, 3, 4])}, duration_s=1200)
+    scenario = hp.SpotScenario.for_plan(plan, scarce, policy, on_demand_free=0)
+    runs = {again: hp.simulate(plan, traffic, spot=scenario, replan=again) for again in (True, False)}
+    assert any(event.kind == "plan" for event in runs[True].happenings)
+    assert runs[True].answered == len(traffic)
+    assert runs[True].percentile("e2e_s", 0.9) < runs[False].percentile("e2e_s", 0.9)  # type: ignore[operator]
