@@ -428,7 +428,9 @@ def _plan_over(plan: Plan, machines: Mapping[str, int]) -> Plan | None:
         )
     except (InfeasibleError, NoSolutionError):
         return None
-    return build_plan(problem.replace(cluster=cluster, objective="throughput", slo=None), solution, solver="dp-beam", seed=0)
+    return build_plan(
+        problem.replace(cluster=cluster, objective="throughput", slo=None), solution, solver="dp-beam", seed=0
+    )
 
 
 def launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,16 +34,22 @@ def add_simulate(app: typer.Typer, *, answer: Answer, console: Console) -> None:
         rate: Annotated[float | None, typer.Option(help="Requests/s of the plan's workload, without a trace.")] = None,
         duration: Annotated[float, typer.Option(help="Seconds of --rate.")] = 600.0,
         burstiness: Annotated[float, typer.Option(help="Of --rate: 1 is Poisson, more comes in bursts.")] = 1.0,
-        spot: Annotated[Path | None, typer.Option(help="Availability of spot machines, CSV time_s,pool,available.")] = None,
+        spot: Annotated[Path | None, typer.Option(help="Spot machines over time: CSV time_s,pool,available.")] = None,
         spot_seed: Annotated[int | None, typer.Option(help="Make up a spot market from a seed instead.")] = None,
-        policy: Annotated[str, typer.Option(help="on-demand, none, migration, concurrent, both, skyserve, parcae, hetplan.")] = "hetplan",
+        policy: Annotated[
+            str, typer.Option(help="on-demand, none, migration, concurrent, both, skyserve, parcae or hetplan.")
+        ] = "hetplan",
         routing: Annotated[str, typer.Option(help="round_robin or least_loaded.")] = "round_robin",
         seed: Annotated[int, typer.Option(help="Seed of traffic, start times and losses.")] = 0,
         requests: Annotated[Path | None, typer.Option(help="Write a row for each request to this CSV file.")] = None,
-        chrome_trace: Annotated[Path | None, typer.Option(help="Write a timeline for chrome://tracing or Perfetto.")] = None,
-        figure: Annotated[Path | None, typer.Option(help="Draw latency percentiles, or with a spot market the timeline, to this file.")] = None,
+        chrome_trace: Annotated[
+            Path | None, typer.Option(help="Write a timeline for chrome://tracing or Perfetto.")
+        ] = None,
+        figure: Annotated[
+            Path | None, typer.Option(help="Draw the timeline on a spot market, else latencies, to this file.")
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout.")] = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Live through traffic with a plan, on machines that stay or on a spot market."""
 
         def run() -> dict[str, Any]:
@@ -148,7 +155,7 @@ def _document(found: SimulationResult) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return None if value != value else float(value)
+    return None if math.isnan(value) else float(value)
 
 
 def _draw(found: SimulationResult, path: Path) -> None:

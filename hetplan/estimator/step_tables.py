@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,13 +93,15 @@ class PipelineTables:
 def prompt_lengths(max_step_tokens: int) -> FloatArray:
     """The grid of mean prompt lengths."""
     count = math.ceil(math.log(max(max_step_tokens, 2)) / PROMPT_STEP) + 1
-    return np.exp(PROMPT_STEP * np.arange(count))
+    found: FloatArray = np.exp(PROMPT_STEP * np.arange(count))
+    return found
 
 
 def contexts(max_context: int) -> FloatArray:
     """The grid of contexts of sequences that decode."""
     count = math.ceil(math.log(max(max_context, 2)) / CONTEXT_STEP) + 1
-    return np.exp(CONTEXT_STEP * np.arange(count))
+    found: FloatArray = np.exp(CONTEXT_STEP * np.arange(count))
+    return found
 
 
 def reaches(max_context: int) -> FloatArray:
@@ -238,7 +241,7 @@ def _paper(
     zeros = np.zeros(size[0] + 1)
     tables, found = [], []
     for at, stage in enumerate(stages):
-        shared = {
+        shared: dict[str, Any] = {
             "layers": stage.layers,
             "tensor_parallel": stage.tensor_parallel,
             "first": at == 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetplan.catalog.dtypes import Dtype
-from hetplan.catalog.engines import EngineProfile, engine_defaults
+from hetplan.catalog.engines import EngineProfile
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.models import hugging_face_id
 from hetplan.errors import UnknownNameError

@@ -23,7 +23,7 @@ class Clock(NamedTuple):
     ----------
     tokens_s, decode_s, prefill_s, floor_s, extra_s
         Layer tables, the first axis their number.
-    layer, count : (stages, kinds)
+    layer, layers : (stages, kinds)
         Tables of a stage, -1 where it has fewer, and how many of its layers are of each.
     end_tokens_s, send_s, sampled_s, prefill_step_s
         Of each stage.
@@ -36,7 +36,7 @@ class Clock(NamedTuple):
     floor_s: FloatArray
     extra_s: FloatArray
     layer: IntArray
-    count: FloatArray
+    layers: FloatArray
     end_tokens_s: FloatArray
     send_s: FloatArray
     sampled_s: FloatArray
@@ -66,7 +66,7 @@ def make_clock(pipelines: Sequence[PipelineTables]) -> tuple[Clock, list[int]]:
         floor_s=np.array([table.floor_s for table in layers]),
         extra_s=np.array([table.extra_s for table in layers]),
         layer=layer,
-        count=count,
+        layers=count,
         end_tokens_s=np.stack([stage.tokens_s for stage, _ in stages]),
         send_s=np.stack([stage.send_s for stage, _ in stages]),
         sampled_s=np.stack([stage.sampled_s for stage, _ in stages]),
@@ -104,7 +104,7 @@ def stage_seconds(
             one += _decode_s(clock, table, sequences, context)
         if prompts > 0 and one < clock.floor_s[table]:
             one = clock.floor_s[table]
-        seconds += clock.count[stage, column] * (one + clock.extra_s[table])
+        seconds += clock.layers[stage, column] * (one + clock.extra_s[table])
     return float(seconds)
 
 

@@ -13,7 +13,7 @@ looking at all of them.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -119,6 +119,8 @@ class Router(NamedTuple):
 WAY, NEXT, HEAP, HELD_HEAD, HELD_TAIL, CLIENTS, LOGGED = range(7)
 
 _jit = njit(cache=True, error_model="numpy")
+# A number written out is a type of its own to the compiler: functions called with one would be compiled once more.
+_int64: Any = np.int64
 
 
 # ---- time of a step
@@ -127,7 +129,7 @@ _jit = njit(cache=True, error_model="numpy")
 @_jit  # type: ignore[untyped-decorator, unused-ignore]
 def _decode_step_s(clock: Clock, p: Replicas, r: int, sequences: int, context: float) -> float:
     """Seconds of one step through all stages that holds nothing but decoding sequences."""
-    seconds, none = 0.0, np.int64(0)
+    seconds, none = 0.0, _int64(0)
     first, count = p.row[r].first_stage, p.row[r].stages
     for s in range(first, first + count):
         seconds += stage_seconds(clock, s, none, none, 0.0, sequences, context) + clock.send_s[s, sequences]
@@ -271,7 +273,7 @@ def _preempt(a: Table, p: Replicas, r: int, place: int) -> None:
 def _form_step(clock: Clock, a: Table, p: Replicas, q: Router, r: int, slot: int, t: float) -> bool:
     """Schedule one step at a time; whether there was anything for it."""
     budget = p.row[r].max_step_tokens
-    none = np.int64(0)
+    none = _int64(0)
     prompts, prompt_tokens, pairs = none, none, 0.0
     sequences, context = none, none
     size = none
@@ -341,7 +343,7 @@ def _form_step(clock: Clock, a: Table, p: Replicas, q: Router, r: int, slot: int
     p.step_end_s[r, slot] = now
     p.step_size[r, slot] = size
     p.row[r].steps += 1
-    _log(q, r, t, now, prompt_tokens, sequences, np.int64(1))
+    _log(q, r, t, now, prompt_tokens, sequences, _int64(1))
     return True
 
 
@@ -430,8 +432,8 @@ def _commit_steps(clock: Clock, a: Table, p: Replicas, q: Router, r: int, steps:
     if steps == 0:
         return
     end_s = p.row[r].stretch_start_s + _stretch_s(p, r, steps)
-    place = np.int64(0)
-    _log(q, r, p.row[r].stretch_start_s, end_s, np.int64(0), p.row[r].running_count, steps)
+    place = _int64(0)
+    _log(q, r, p.row[r].stretch_start_s, end_s, _int64(0), p.row[r].running_count, steps)
     p.row[r].steps += steps
     while place < p.row[r].running_count:
         i = p.running[r, place]
@@ -467,7 +469,7 @@ def _answered(a: Table, q: Router, t: float) -> None:
         q.numbers[NEXT] = following + 1
         # Until then its time of arrival is how long the client thinks.
         a[following].arrival_s += t
-        _push(q, a[following].arrival_s, following, np.int64(-1))
+        _push(q, a[following].arrival_s, following, _int64(-1))
 
 
 @_jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -492,14 +494,14 @@ def settle(clock: Clock, a: Table, p: Replicas, q: Router, r: int, t: float) -> 
     now = begin_s
     first = p.row[r].first_stage
     for s in range(p.row[r].stages):
-        spent = stage_seconds(clock, first + s, np.int64(0), np.int64(0), 0.0, count, context / count)
+        spent = stage_seconds(clock, first + s, _int64(0), _int64(0), 0.0, count, context / count)
         now += spent + clock.send_s[first + s, count]
         p.stage_free_s[r, s] = min(now, end_s)
     p.row[r].steps += 1
     p.row[r].stretch = 0
     p.step_end_s[r, 0] = end_s
     p.step_size[r, 0] = count
-    _log(q, r, begin_s, end_s, np.int64(0), count, np.int64(1))
+    _log(q, r, begin_s, end_s, _int64(0), count, _int64(1))
     p.row[r].next_s = end_s
 
 
@@ -548,7 +550,7 @@ def _end_step(a: Table, p: Replicas, q: Router, r: int, slot: int, t: float) -> 
         finished = finished or a[i].emitted == a[i].answer
     p.step_size[r, slot] = 0
     if finished:
-        place = np.int64(0)
+        place = _int64(0)
         while place < p.row[r].running_count:
             i = p.running[r, place]
             if a[i].emitted == a[i].answer:
@@ -618,7 +620,7 @@ def release_held(clock: Clock, a: Table, p: Replicas, q: Router, t: float) -> No
     q.numbers[HELD_HEAD] = q.numbers[HELD_TAIL] = -1
     while i >= 0:
         following = a[i].behind
-        _arrive(clock, a, p, q, i, np.int64(-1), t)
+        _arrive(clock, a, p, q, i, _int64(-1), t)
         i = following
 
 
@@ -633,7 +635,7 @@ def advance(clock: Clock, a: Table, p: Replicas, q: Router, until_s: float) -> f
     """
     now = 0.0
     while True:
-        r, t = np.int64(0), math.inf
+        r, t = _int64(0), math.inf
         for one in range(len(p.row)):
             if p.row[one].next_s < t:
                 r, t = one, p.row[one].next_s
@@ -652,7 +654,7 @@ def advance(clock: Clock, a: Table, p: Replicas, q: Router, until_s: float) -> f
             else:
                 i = q.numbers[NEXT]
                 q.numbers[NEXT] = i + 1
-                _arrive(clock, a, p, q, i, np.int64(-1), arrival)
+                _arrive(clock, a, p, q, i, _int64(-1), arrival)
             continue
         now = t
         if p.row[r].stretch > 0:

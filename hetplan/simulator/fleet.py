@@ -232,9 +232,7 @@ class Fleet:
         """A further kind, within the limits of those that are there; its number for `add`."""
         most = max(one.max_num_seqs for one in self._limits)
         steps = max(one.max_step_tokens for one in self._limits)
-        limits = Limits(
-            min(kind.max_num_seqs, most), min(kind.max_step_tokens, steps), kind.kv_tokens, kind.weight
-        )
+        limits = Limits(min(kind.max_num_seqs, most), min(kind.max_step_tokens, steps), kind.kv_tokens, kind.weight)
         longest = int((self.traffic.input_tokens + self.traffic.output_tokens).max())
         self._tables.append(
             pipeline_tables(
@@ -266,9 +264,7 @@ class Fleet:
 
     def stop(self, replica: int) -> IntArray:
         """Take a replica away; its requests, which the caller must submit again."""
-        found: IntArray = engine.stop(
-            self._clock, self.requests, self._replicas, self._router, replica, self.now_s
-        )
+        found: IntArray = engine.stop(self._clock, self.requests, self._replicas, self._router, replica, self.now_s)
         self._router.sent[:] = 0.0
         return found
 
@@ -279,8 +275,7 @@ class Fleet:
     def requests_at(self, replica: int) -> IntArray:
         """Requests that run or wait at a replica."""
         at: IntArray = np.flatnonzero(
-            (self.requests["replica"] == replica)
-            & np.isin(self.requests["status"], (engine.WAITING, engine.RUNNING))
+            (self.requests["replica"] == replica) & np.isin(self.requests["status"], (engine.WAITING, engine.RUNNING))
         )
         return at
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hetplan.errors import InvalidInputError
-from hetplan.simulator.engine import DONE, REFUSED, Table
+from hetplan.simulator.engine import DONE, REFUSED, STEP, Table
 from hetplan.units import MILLION
 from hetplan.workload.requests import Slo
 
@@ -88,7 +88,7 @@ class SimulationResult:
     availability: Mapping[str, tuple[FloatArray, NDArray[np.int64]]] = field(default_factory=dict, repr=False)
     replica_names: tuple[str, ...] = ()
     busy_s: FloatArray = field(default_factory=lambda: np.zeros(0), repr=False)
-    steps: Table = field(default_factory=lambda: np.zeros(0), repr=False)
+    steps: Table = field(default_factory=lambda: np.zeros(0, dtype=STEP), repr=False)
 
     # ---- requests
 
@@ -111,7 +111,7 @@ class SimulationResult:
         return pd.DataFrame(
             {
                 "arrival_s": t["arrival_s"],
-                "query_type": pd.Categorical.from_codes(t["query_type"], list(self.query_types)),
+                "query_type": np.array(self.query_types, dtype=object)[t["query_type"]],
                 "input_tokens": t["prompt"],
                 "output_tokens": t["answer"],
                 "status": status,
@@ -204,7 +204,9 @@ class SimulationResult:
     @property
     def downtime_s(self) -> float:
         """Seconds that pipelines did not serve, summed over pipelines."""
-        return sum(min(s.end_s, self.end_s) - s.start_s for s in self.spans if s.state != "serving" and s.start_s < self.end_s)
+        return sum(
+            min(s.end_s, self.end_s) - s.start_s for s in self.spans if s.state != "serving" and s.start_s < self.end_s
+        )
 
     def mean_latency_over_time(self, name: str, *, window_s: float = 300.0) -> tuple[FloatArray, FloatArray]:
         """A trailing mean of a latency by the time of the answer.
@@ -241,8 +243,7 @@ class SimulationResult:
         lost = self.downtime_s
         parts.append(
             f"{int(self.table['preemptions'].sum()):,} preemptions, {int(self.table['moves'].sum()):,} moves, "
-            f"{self.recomputed_tokens:,} tokens computed again"
-            + (f", pipelines down for {lost:.0f} s" if lost else "")
+            f"{self.recomputed_tokens:,} tokens computed again" + (f", pipelines down for {lost:.0f} s" if lost else "")
         )
         return "\n".join(parts)
 
@@ -288,4 +289,3 @@ class SimulationResult:
             Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
         except OSError as error:
             raise InvalidInputError(f"{path}: cannot be written: {error}. Check the path") from None
-

@@ -165,9 +165,7 @@ class SpotRun:
         self.spares: list[Machine] = []
         self._made = 0
         self._replanned: Counter[str] | None = None
-        self.lives = [
-            Life(name, kind, pools, [None] * len(pools)) for name, kind, pools in pipelines
-        ]
+        self.lives = [Life(name, kind, pools, [None] * len(pools)) for name, kind, pools in pipelines]
         held = {pool: list(market.nodes(pool)) for pool in market.pools}
         for life in self.lives:
             for slot, pool in enumerate(life.pools):
@@ -206,7 +204,8 @@ class SpotRun:
                 self.outlook.look()
                 self._decide(Tick(due))
             if on_progress is not None:
-                on_progress(int(np.isin(self.fleet.requests["status"], (DONE, REFUSED)).sum()), len(self.fleet.traffic))
+                ended = np.isin(self.fleet.requests["status"], (DONE, REFUSED))
+                on_progress(int(ended.sum()), len(self.fleet.traffic))
         end_s = self.end_s
         for life in self.lives:
             self._span(life, end_s)
@@ -292,9 +291,7 @@ class SpotRun:
             life = next((one for one in self.lives if one.name == request.pipeline), None)
             machine = None
             if life is not None:
-                machine = next(
-                    (m for m in self.spares if m.pool == request.pool and m.market == request.market), None
-                )
+                machine = next((m for m in self.spares if m.pool == request.pool and m.market == request.market), None)
                 if machine is not None:
                     self.spares.remove(machine)
             if machine is None:
@@ -331,15 +328,11 @@ class SpotRun:
             slot for slot, pool in enumerate(life.pools)
             if self.outlook.instance_type(pool) == kind and slot not in life.incoming
         ]  # fmt: skip
-        for wanted in (
-            lambda m: m is None,
-            lambda m: m is not None and m.deadline_s is not None,
-            lambda m: m is not None and m.name in life.given_back,
-        ):
-            for slot in alike:
-                if wanted(life.slots[slot]):
-                    return slot
-        return None
+        there = {slot: one for slot in alike if (one := life.slots[slot]) is not None}
+        missing = [slot for slot in alike if slot not in there]
+        doomed = [slot for slot, one in there.items() if one.deadline_s is not None]
+        given_back = [slot for slot, one in there.items() if one.name in life.given_back]
+        return next(iter((*missing, *doomed, *given_back)), None)
 
     # ---- starts
 
@@ -533,9 +526,7 @@ class SpotRun:
 
     # ---- machines
 
-    def _lease(
-        self, name: str, pool: str, market: RentedMarket, ready_s: float, *, at_s: float = 0.0
-    ) -> Machine:
+    def _lease(self, name: str, pool: str, market: RentedMarket, ready_s: float, *, at_s: float = 0.0) -> Machine:
         self.billing.start(name, pool, market, at_s)
         return Machine(name, pool, market, ready_s, self.market.deadline_s(name) if market == "spot" else None)
 
@@ -615,7 +606,11 @@ def _node(machine: Machine) -> Node:
 
 def _view(life: Life) -> PipelineView:
     nodes = tuple(_node(m) for m in life.slots if m is not None)
-    missing = () if life.parked else tuple(
-        pool for slot, pool in enumerate(life.pools) if life.slots[slot] is None and slot not in life.incoming
+    missing = (
+        ()
+        if life.parked
+        else tuple(
+            pool for slot, pool in enumerate(life.pools) if life.slots[slot] is None and slot not in life.incoming
+        )
     )
     return PipelineView(life.name, nodes, life.state, missing)

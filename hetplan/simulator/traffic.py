@@ -191,8 +191,15 @@ class Traffic:
 
     def head(self, requests: int) -> Self:
         """The first requests."""
-        columns = (self.arrival_s, self.input_tokens, self.output_tokens, self.cached_tokens, self.query_type)
-        return type(self)(*(column[:requests] for column in columns), self.query_types, self.clients)
+        return type(self)(
+            self.arrival_s[:requests],
+            self.input_tokens[:requests],
+            self.output_tokens[:requests],
+            self.cached_tokens[:requests],
+            self.query_type[:requests],
+            self.query_types,
+            self.clients,
+        )
 
 
 def as_traffic(given: Trace | Traffic) -> Traffic:

@@ -38,9 +38,7 @@ def poisson(answers: NDArray[np.int64], rate: float, seed: int) -> Traffic:
 
 
 def waits(traffic: Traffic, limits: Limits, step_s: float) -> NDArray[np.float64]:
-    tables = straight_tables(
-        step_s=step_s, token_s=0.0, context_s=0.0, max_context=1 << 16, max_step_tokens=1 << 13
-    )
+    tables = straight_tables(step_s=step_s, token_s=0.0, context_s=0.0, max_context=1 << 16, max_step_tokens=1 << 13)
     fleet = Fleet.of_tables([tables], [limits], traffic)
     fleet.add(0)
     fleet.advance(math.inf)
@@ -110,6 +108,7 @@ def test_one_request_takes_the_sum_over_stages_of_its_steps(stages: int) -> None
     fleet = Fleet([kind], Traffic.closed_loop(load, clients=1, requests=1))
     fleet.add(0)
     fleet.advance(math.inf)
+
     def seconds(**work: float) -> float:
         """Of a step through all stages, its sends apart."""
         return sum(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,7 @@ SEEDS = range(4)
 @pytest.fixture(scope="module")
 def plan() -> hp.Plan:
     """Pipelines of two machines and of one, so that a loss takes part of one or all of it."""
-    return hp.optimize(
-        model="llama-3.1-8b", cluster=POOLS, workload=LOAD, solver="alpaserve", time_limit_s=5.0
-    )
+    return hp.optimize(model="llama-3.1-8b", cluster=POOLS, workload=LOAD, solver="alpaserve", time_limit_s=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_every_request_ends_once_and_everything_adds_up(
     for name in {span.pipeline for span in run.spans if not span.pipeline.startswith("stand-in")}:
         own = [span for span in run.spans if span.pipeline == name]
         assert own[0].start_s == 0.0
-        assert all(one.end_s == other.start_s for one, other in zip(own[:-1], own[1:], strict=True))
+        assert all(one.end_s == other.start_s for one, other in pairwise(own))
         assert own[-1].end_s == pytest.approx(max(run.end_s, own[-1].start_s))
     assert run.cost_usd == pytest.approx(sum(run.cost_by_market_usd.values()))
     lost = [event.subject for event in run.happenings if event.kind == "loss"]
@@ -105,7 +104,7 @@ def test_migration_keeps_what_was_generated(plan: hp.Plan, traffic: hp.Traffic) 
 
 def test_a_pool_that_is_not_in_the_market_is_named(plan: hp.Plan, traffic: hp.Traffic) -> None:
     other = hp.Availability({"p5.48xlarge": ([0], [1])}, duration_s=100)
-    with pytest.raises(hp.InvalidInputError, match="g[56].xlarge, of which the availability says nothing"):
+    with pytest.raises(hp.InvalidInputError, match=r"g[56]\.xlarge, of which the availability says nothing"):
         hp.simulate(plan, traffic, spot=other)
 
 
