@@ -27,6 +27,7 @@ _HOMES = {
     "Plan": "hetplan.plan",
     "QueryType": "hetplan.workload.requests",
     "Reason": "hetplan.errors",
+    "Robust": "hetplan.problem.robust",
     "SchemaVersionError": "hetplan.errors",
     "Slo": "hetplan.workload.requests",
     "TokenDistribution": "hetplan.workload.requests",
@@ -62,6 +63,7 @@ __all__ = [
     "Plan",
     "QueryType",
     "Reason",
+    "Robust",
     "SchemaVersionError",
     "Slo",
     "TokenDistribution",
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from hetplan.plan import Plan
     from hetplan.problem.allocation import AllocationProblem
     from hetplan.problem.placement import PlacementProblem
+    from hetplan.problem.robust import Robust
     from hetplan.verification import Violation
     from hetplan.workload.requests import QueryType, Slo, TokenDistribution, Workload
     from hetplan.workload.traces import Trace

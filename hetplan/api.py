@@ -36,8 +36,10 @@ from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
+from hetplan.problem.robust import Robust
 from hetplan.solvers.allocation.build import build_allocation_plan
-from hetplan.solvers.base import OnIncumbent, get_allocation_solver, get_solver
+from hetplan.solvers.allocation.robust import solve_robust
+from hetplan.solvers.base import AllocationSolution, OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.solvers.compare import Comparison, compare_solvers
 from hetplan.verification import Violation, verify_plan
@@ -76,6 +78,7 @@ def optimize(
     calibrations: Mapping[str, Calibration] | None = None,
     warm_start: Plan | None = None,
     on_incumbent: OnIncumbent | None = None,
+    robust: Robust | None = None,
     **more_solver_options: Any,
 ) -> Plan:
     """Find a plan: pipelines of stages on the machines at hand, with predictions, cost and a bound.
@@ -118,6 +121,10 @@ def optimize(
     warm_start : Plan, optional
     on_incumbent : callable, optional
         Called with a `hetplan.solvers.base.Progress` at each better plan.
+    robust : Robust, optional
+        Make the plan of an allocation problem against scenarios, beginning from the certified optimum (solver "auto" or
+        "milp"). Its objective and bound are still of the problem with nothing drawn; what the scenarios cost stands in
+        ``plan.provenance.parameters``.
 
     Returns
     -------
@@ -189,6 +196,9 @@ def optimize(
     if solver_options is not None and not isinstance(solver_options, Mapping):
         raise InvalidInputError(f"solver_options is a mapping, got {type(solver_options).__name__}")
     options = dict(solver_options or {}) | more_solver_options
+    if robust is not None:
+        found = _robust(problem, robust, solver, options, time_limit_s, seed, on_incumbent)
+        return build_allocation_plan(found.options.problem, found, solver=solver, seed=seed)
     if isinstance(problem, AllocationProblem):
         found = get_allocation_solver(solver, **options).solve(
             problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
@@ -199,6 +209,30 @@ def optimize(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
     )
     return build_plan(problem, solution, solver=solver, seed=seed)
+
+
+def _robust(
+    problem: PlacementProblem | AllocationProblem,
+    robust: Robust,
+    solver: str,
+    options: Mapping[str, Any],
+    time_limit_s: float,
+    seed: int,
+    on_incumbent: OnIncumbent | None,
+) -> AllocationSolution:
+    if not isinstance(robust, Robust):
+        raise InvalidInputError(f"robust is a hetplan.Robust, got {type(robust).__name__}")
+    if not isinstance(problem, AllocationProblem):
+        raise InvalidInputError(
+            "robust plans are made of allocation problems, and this one places a model on given machines. Leave robust "
+            "out, or make an AllocationProblem"
+        )
+    if solver not in ("auto", "milp") or options:
+        given = ", ".join(options) or f"solver={solver!r}"
+        raise InvalidInputError(
+            f"a robust plan begins from the certified optimum, whatever the solver's options: leave out {given}"
+        )
+    return solve_robust(problem, robust, time_limit_s=time_limit_s, seed=seed, on_incumbent=on_incumbent)
 
 
 def compare(

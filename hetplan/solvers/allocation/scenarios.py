@@ -87,13 +87,27 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Operated:
-    """The second stage of one scenario: shares (I, B), unserved shares (I,), dollars over the horizon."""
+    """The second stage of one scenario, in dollars over the horizon.
+
+    Attributes
+    ----------
+    shares : (I, B) float
+    unserved : (I,) float
+    storage_usd, delay_usd, unserved_usd : float
+    type_prices : (4, I) float
+        What one unit more of a type's row would add to delay and unserved cost: its demand, and its limits on error,
+        delay and first token.
+    option_prices : (2, B) float
+        The same of an option's load and cache.
+    """
 
     shares: FloatArray
     unserved: FloatArray
     storage_usd: float
     delay_usd: float
     unserved_usd: float
+    type_prices: FloatArray
+    option_prices: FloatArray
 
     @property
     def usd(self) -> float:
@@ -217,19 +231,54 @@ def evaluate(
         raise InvalidInputError(f"a Placement says itself who may use what: leave out reroute={reroute!r}")
     placement = plan if isinstance(plan, Placement) else placement_of(plan, reroute=reroute)
     types, numbers = len(placement.placed), placement.options.number
-    delays = stress * (1 + delay_spread * draw(_DELAYS, numbers, types, scenarios, seed))
-    errors = stress * (1 + error_spread * draw(_ERRORS, numbers, types, scenarios, seed))
-    arrivals = 1 + arrival_spread * draw(_ARRIVALS, np.zeros(1, dtype=np.int64), types, scenarios, seed)[:, :, 0]
+    drawn = draw_factors(
+        numbers,
+        types,
+        scenarios=scenarios,
+        seed=seed,
+        delay_spread=delay_spread,
+        error_spread=error_spread,
+        arrival_spread=arrival_spread,
+        stress=stress,
+    )
     operations = Operations(placement)
     dollars = np.zeros((3, scenarios))
     unserved = np.zeros((scenarios, types))
     for s in range(scenarios):
-        found = operations.solve(arrivals[s], delays[s], errors[s])
+        found = operations.solve(drawn.arrivals[s], drawn.delays[s], drawn.errors[s])
         dollars[:, s] = found.storage_usd, found.delay_usd, found.unserved_usd
         unserved[s] = found.unserved
         if on_progress is not None:
             on_progress(s + 1, scenarios)
     return ScenarioResult(placement.rent_usd, placement.stored_usd, dollars[0], dollars[1], dollars[2], unserved)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Factors of S scenarios: on arrivals (S, I), and on delays and errors (S, I, options)."""
+
+    arrivals: FloatArray
+    delays: FloatArray
+    errors: FloatArray
+
+
+def draw_factors(
+    numbers: IntArray,
+    types: int,
+    *,
+    scenarios: int,
+    seed: int,
+    delay_spread: float,
+    error_spread: float,
+    arrival_spread: float,
+    stress: float,
+) -> Drawn:
+    """The scenarios of a seed, for configurations by their number; arguments as of `evaluate`."""
+    return Drawn(
+        arrivals=1 + arrival_spread * draw(_ARRIVALS, np.zeros(1, dtype=np.int64), types, scenarios, seed)[:, :, 0],
+        delays=stress * (1 + delay_spread * draw(_DELAYS, numbers, types, scenarios, seed)),
+        errors=stress * (1 + error_spread * draw(_ERRORS, numbers, types, scenarios, seed)),
+    )
 
 
 def draw(stream: int, numbers: IntArray, types: int, scenarios: int, seed: int) -> FloatArray:
@@ -443,6 +492,8 @@ class Operations:
             storage_usd=float((o.storage_usd * arrivals) @ shares.sum(axis=1)),
             delay_usd=float(delay_usd @ parts[: len(i)]),
             unserved_usd=float(unserved_usd @ unserved),
+            type_prices=found.prices[: self._load].reshape(4, -1),
+            option_prices=found.prices[self._load :].reshape(2, -1),
         )
 
 
