@@ -19,8 +19,9 @@ from hetplan.solvers.highs import Milp, maximise, maximise_linear
 # A share below this is none.
 NEXT_TO_NOTHING = 1e-9
 # The share that keeps a type's way to a configuration open, where a plan says which it may use: next to no traffic, and
-# within what limits are checked to.
+# within what limits are checked to. It is kept wherever it is worth so many times what serving or dropping all costs.
 STANDBY = 1e-6
+_WORTH = 1e3
 _GAP = 1e-7
 
 
@@ -95,11 +96,12 @@ def choose(
     bought : mapping, optional
         Replicas that are chosen already.
     placed : (I, O) bool array, optional
-        With ``bought``: a type uses just these options, each with `STANDBY` or more.
+        With ``bought``: a type uses just these options, each with `STANDBY` or more where the limits leave room for it.
     """
     o, problem = options, options.problem
     numbers = sorted(numbers)
     most = o.most_replicas()
+    standby_usd = _WORTH * float(max(o.unserved_usd.max(), o.unit_usd.max(initial=0.0)))
     program = Milp()
     integer = False
     budget: list[tuple[int, float]] = []
@@ -149,7 +151,10 @@ def choose(
         if o.served:
             delays, errors, firsts = [(left, 1.0)], [(left, 1.0)], [(left, 1.0)]
         for number in usable:
-            part = program.column(0.0 if placed is None else STANDBY, 1.0, gain=-float(o.unit_usd[i, number]))
+            part = program.column(0.0, 1.0, gain=-float(o.unit_usd[i, number]))
+            if placed is not None:
+                open_way = program.column(0.0, STANDBY, gain=standby_usd)
+                program.row([(part, 1.0), (open_way, -1.0)], least=0.0)
             share_of.append((i, number, part))
             demand.append((part, 1.0))
             delays.append((part, float(o.delay[i, number])))

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from numpy.typing import NDArray
 
 from hetplan.errors import InfeasibleError, NoSolutionError, Reason
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.robust import Robust
-from hetplan.solvers.allocation.assignment import NEXT_TO_NOTHING, STANDBY, Assignment, assign
+from hetplan.solvers.allocation.assignment import NEXT_TO_NOTHING, STANDBY, Assignment, placed_pairs
+from hetplan.solvers.allocation.copies import choose_copies
 from hetplan.solvers.allocation.exact import Exact
 from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray
 from hetplan.solvers.allocation.training import Buying, Costs, Cut, Training, tail_weights
@@ -45,8 +45,8 @@ _PAIRED = 500
 _EVALUATED = 150
 # Dollars below which two plans cost the same.
 _SAME_USD = 1e-7
-# Seconds for the choice of copies as planned.
-_COPIES_S = 0.5
+# Seconds for the choice of copies of one buying.
+_COPIES_S = 5.0
 
 
 def solve_robust(
@@ -218,10 +218,15 @@ class Search:
 
     def _try(self, buying: Buying) -> Tried | None:
         """Take it where it is the best; None where it breaks a limit as planned."""
-        t = self.training
+        t, o = self.training, self.training.options
         shares = t.shares(buying)
         if shares is None or shares.usd > self.limit_usd:
             return None
+        if o.stored_per_type:
+            paid = np.argwhere(placed_pairs(o, shares.shares > NEXT_TO_NOTHING)).tolist()
+            fewer = t.make(dict(buying.replicas), {(i, pair) for i, pair in paid})
+            if fewer != buying:
+                return self._try(fewer)
         costs = t.costs(buying)
         self._evaluated += 1
         target = t.robust.max_violation_rate
@@ -233,25 +238,17 @@ class Search:
         return found
 
     def _choose_copies(self, full: Buying) -> None:
-        """The best of the copies of weights of what is bought, by one less or one more at a time."""
-        t, o = self.training, self.training.options
-        held = dict(full.replicas)
-        costs = t.costs(full)
-        used = {(int(i), int(o.pair[full.numbers[b]])) for i, b in np.argwhere(costs.used)}
-        current = self._try(t.make(held, used))
-        if current is None:
-            planned = assign(o, held, time_limit_s=_COPIES_S)
-            if planned is None:
-                return
-            sent = np.argwhere(planned.shares > NEXT_TO_NOTHING)
-            current = self._try(t.make(held, {(int(i), int(o.pair[n])) for i, n in sent}))
-        before = None
-        while current is not before and not self._over():
-            before = current
-            for copy in sorted(full.copies):
-                found = None if current is None else self._try(t.make(held, current.buying.copies ^ {copy}))
-                if found is not None and found.better_than(current):
-                    current = found
+        """Try what is bought with the copies of weights that are best, where they may be better than what is known."""
+        known = self.best is not None and self.best.excess <= 0
+        chosen = choose_copies(
+            self.training,
+            full,
+            limit_usd=self.limit_usd,
+            below_usd=self.best.usd if self.best is not None and known else math.inf,
+            time_limit_s=min(_COPIES_S, max(self.deadline - time.monotonic(), 0.0)),
+        )
+        if chosen is not None:
+            self._try(chosen)
 
     # ---- many of them
 

@@ -17,13 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetplan.problem.robust import Robust
-from hetplan.solvers.allocation.assignment import Assignment, choose, placed_pairs
+from hetplan.solvers.allocation.assignment import NEXT_TO_NOTHING, Assignment, choose, placed_pairs
 from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray, Options
 from hetplan.solvers.allocation.scenarios import VIOLATED, Drawn, Operated, Operations, Placement, draw_factors
 
 _NEXT_TO_ZERO = 1e-300
-# A type is not placed where it could send less than this of itself: what keeps its way open must not be in the way.
-_USEFUL = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +79,13 @@ class Training:
 
     options: Options
     robust: Robust
-    _drawn: Drawn = field(init=False)
+    drawn: Drawn = field(init=False)
     _costs: dict[Buying, Costs] = field(default_factory=dict)
     _shares: dict[Buying, Assignment | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         o, r = self.options, self.robust
-        self._drawn = draw_factors(
+        self.drawn = draw_factors(
             o.number,
             len(o.unserved_usd),
             scenarios=r.scenarios,
@@ -106,14 +104,14 @@ class Training:
         kept = tuple(sorted((number, count) for number, count in replicas.items() if count))
         if not o.stored_per_type:
             return Buying(kept)
-        useful = {(int(i), int(o.pair[n])) for n, _ in kept for i in np.flatnonzero(o.most[:, n] > _USEFUL)}
+        useful = {(int(i), int(o.pair[n])) for n, _ in kept for i in np.flatnonzero(o.most[:, n] > 0)}
         return Buying(kept, frozenset(useful if copies is None else useful & set(copies)))
 
     def placed(self, buying: Buying) -> NDArray[np.bool_]:
-        """(I, O) which type may use which option that is bought."""
+        """(I, O) which type may use which option that is bought, if a share there is within its promises."""
         o, numbers = self.options, buying.numbers
         placed = np.zeros(o.most.shape, dtype=bool)
-        placed[:, numbers] = o.most[:, numbers] > _USEFUL
+        placed[:, numbers] = o.most[:, numbers] > 0
         if o.stored_per_type:
             has = np.zeros((len(placed), o.pairs), dtype=bool)
             for query, pair in buying.copies:
@@ -153,11 +151,12 @@ class Training:
         return self.fixed_usd(buying) + one.usd, Cut(float(constants[0]), gains[0])
 
     def costs(self, buying: Buying) -> Costs:
-        """The second stage of every scenario."""
+        """The second stage of every scenario, each type using what it has a share of as planned."""
         if buying not in self._costs:
-            each = self._operated(buying, self._drawn)
+            shares = self.shares(buying)
+            each = self._operated(buying, self.drawn, None if shares is None else shares.shares > NEXT_TO_NOTHING)
             usd = self.fixed_usd(buying) + np.array([one.usd for one in each])
-            constants, gains = self._proven(buying, each, self._drawn)
+            constants, gains = self._proven(buying, each, self.drawn)
             weights = self._weights(usd)
             self._costs[buying] = Costs(
                 usd=usd,
@@ -176,11 +175,11 @@ class Training:
             return np.full(len(usd), 1 / len(usd))
         return tail_weights(usd, self.robust.cvar_level)
 
-    def _operated(self, buying: Buying, drawn: Drawn) -> list[Operated]:
+    def _operated(self, buying: Buying, drawn: Drawn, placed: NDArray[np.bool_] | None = None) -> list[Operated]:
         o, numbers = self.options, buying.numbers
         # A type that may use one option of a pair may use all of them.
-        placed = placed_pairs(o, self.placed(buying))[:, o.pair[numbers]]
-        operations = Operations(Placement(o.subset(numbers), buying.counts, placed, 0.0, 0.0))
+        ways = placed_pairs(o, self.placed(buying) if placed is None else placed)[:, o.pair[numbers]]
+        operations = Operations(Placement(o.subset(numbers), buying.counts, ways, 0.0, 0.0))
         return [
             operations.solve(arrivals, delays[:, numbers], errors[:, numbers])
             for arrivals, delays, errors in zip(drawn.arrivals, drawn.delays, drawn.errors, strict=True)
@@ -189,7 +188,7 @@ class Training:
     # ---- what they prove
 
     def _proven(self, buying: Buying, each: list[Operated], drawn: Drawn) -> tuple[FloatArray, FloatArray]:
-        """(S,) constants and (S, O) gains of a replica: a scenario of any buying costs no less, beside what is fixed."""
+        """(S,) constants and (S, O) gains of a replica: no buying costs less in a scenario, beside what is fixed."""
         o, decisions = self.options, self.options.problem.decisions
         prices = np.array([one.type_prices for one in each])
         demand, limits = prices[:, 0], np.minimum(prices[:, 1:], 0.0)
