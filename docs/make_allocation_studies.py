@@ -1,21 +1,23 @@
 """Rewrite docs/allocation_studies.md by running the studies: ``python docs/make_allocation_studies.py all``.
 
-One study alone: ``python docs/make_allocation_studies.py table2`` (or table3, table4, table5, figure2, stress). Each
-stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Figures of the paper are constants here; everything
-else is computed, and each claim is decided from what came out. Seconds are of this machine and change from run to run;
-nothing else does.
+One study alone: ``python docs/make_allocation_studies.py table2`` (or table3, table4, table5, figure2, stress, robust).
+Each stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Figures of the paper are constants here;
+everything else is computed, and each claim is decided from what came out. Seconds are of this machine and change from
+run to run; nothing else does.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from page import by, replace_block, table
+from robust_study import robust
 
 import hetplan as hp
 from hetplan.problem.allocation import AllocationProblem
@@ -70,11 +72,6 @@ def instance(seed: int) -> AllocationProblem:
     return AllocationProblem.canonical(query_types=6, models=6, tiers=10, seed=seed)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 def claim(said: str, each: Sequence[bool], figures: str = "") -> str:
     """One line: what the paper says, and whether it holds on enough of the instances asked."""
     each = list(each)
@@ -85,10 +82,6 @@ def claim(said: str, each: Sequence[bool], figures: str = "") -> str:
 
 def dollars(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:.1f}"
-
-
-def by(rows: list[dict[str, Any]], *names: str) -> dict[Any, dict[str, Any]]:
-    return {tuple(row[name] for name in names): row for row in rows}
 
 
 def table2() -> str:
@@ -482,17 +475,8 @@ STUDIES: dict[str, Callable[[], str]] = {
     "table5": table5,
     "figure2": figure2,
     "stress": stress,
+    "robust": robust,
 }
-
-
-def replace_block(page: Path, name: str, content: str) -> None:
-    """Put content between the markers of a page."""
-    text = page.read_text(encoding="utf-8")
-    pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"{page} has no block {name!r}")
-    made = f"Made by `python docs/make_allocation_studies.py {name}`.\n\n{content}"
-    page.write_text(pattern.sub(lambda found: f"{found[1]}{made}\n{found[2]}", text), encoding="utf-8")
 
 
 def main(asked: Sequence[str]) -> None:

@@ -94,6 +94,16 @@ def optimize(
     calibration: Annotated[
         list[Path] | None, typer.Option(help="Own calibration of a GPU; repeat for several.")
     ] = None,
+    robust_scenarios: Annotated[
+        int | None, typer.Option(help="Make an allocation plan against so many scenarios; 20.")
+    ] = None,
+    robust_stress: Annotated[float | None, typer.Option(help="Factor on delays and errors in them; 1.")] = None,
+    max_extra_cost: Annotated[
+        float | None, typer.Option(help="What such a plan may cost more as planned, as a share; 0.05.")
+    ] = None,
+    max_violation_rate: Annotated[
+        float | None, typer.Option(help="Most (scenario, query type) of such a plan with over 1% unserved.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -155,6 +165,15 @@ def optimize(
                     "leave it out"
                 )
         arguments |= {name: value for name, value in given.items() if value is not None}
+        trained = {
+            "scenarios": robust_scenarios,
+            "stress": robust_stress,
+            "max_extra_cost": max_extra_cost,
+            "max_violation_rate": max_violation_rate,
+        }
+        trained = {name: value for name, value in trained.items() if value is not None}
+        if trained:
+            arguments["robust"] = hp.Robust(**trained)
         if calibration:
             arguments["calibrations"] = arguments.get("calibrations", {}) | read_calibrations(calibration)
         with _progress(arguments.get("time_limit_s", 60.0)) as on_incumbent:

@@ -93,3 +93,9 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1000:
         return f"{seconds:.3g} s"
     return f"{seconds:,.0f} s"
+
+
+def format_share(share: float) -> str:
+    """A share in percent to one digit, as in ``12.3%``; one that would be rounded to none is ``<0.1%``."""
+    text = f"{share:.1%}"
+    return "<0.1%" if share > 0 and text == "0.0%" else text

@@ -80,7 +80,7 @@ class _Shares:
 
     cost: Terms
     left: list[int]
-    parts: Terms
+    parts: list[tuple[int, int]]
 
 
 def _add_shares(

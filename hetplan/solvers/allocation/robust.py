@@ -315,7 +315,7 @@ class Search:
     def _least_stored_usd(self) -> float:
         """Storage of the traffic that must be served for the cost to be within its limit."""
         o = self.training.options
-        left = np.minimum(o.max_unserved, self.limit_usd / np.maximum(o.unserved_usd, 1e-300))
+        left = np.minimum(o.max_unserved, self.limit_usd / np.maximum(o.unserved_usd, 1e-100))
         return float(o.storage_usd @ np.maximum(1 - left, 0.0))
 
 

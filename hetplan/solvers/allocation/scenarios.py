@@ -51,6 +51,8 @@ _DEVIATIONS = 1.96
 # Streams of random numbers, one for each thing drawn.
 _DELAYS, _ERRORS, _ARRIVALS = range(3)
 _MOST_SCENARIOS = 1_000_000
+# Of one column in the program of a scenario.
+_MOST_COST = 1e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +308,8 @@ def placement_of(found: Plan | AllocationSolution, *, reroute: Reroute = "placed
     if reroute not in get_args(Reroute):
         raise InvalidInputError(f"reroute is 'placed' or 'any', got {reroute!r}")
     if isinstance(found, AllocationSolution):
-        problem, answer = found.options.problem, found.assignment
-        bought = {int(found.options.number[n]): int(answer.replicas[n]) for n in np.flatnonzero(answer.replicas)}
-        sent = {(int(i), int(found.options.number[n])) for i, n in np.argwhere(answer.shares > 0)}
+        problem = found.options.problem
+        bought, sent = sent_where(found)
     else:
         if not isinstance(found.problem, AllocationProblem):
             raise InvalidInputError(
@@ -324,6 +325,13 @@ def placement_of(found: Plan | AllocationSolution, *, reroute: Reroute = "placed
         types = {query.name: i for i, query in enumerate(problem.query_types)}
         sent = {(types[route.query_type], numbers[route.deployment]) for route in found.routes if route.fraction > 0}
     return make_placement(make_options(problem, prune=False), bought, sent, reroute=reroute)
+
+
+def sent_where(found: AllocationSolution) -> tuple[dict[int, int], set[tuple[int, int]]]:
+    """What an answer buys, by configuration number, and the pairs of type and number where some of it is sent."""
+    options, answer = found.options, found.assignment
+    bought = {int(options.number[n]): int(answer.replicas[n]) for n in np.flatnonzero(answer.replicas)}
+    return bought, {(int(i), int(options.number[n])) for i, n in np.argwhere(answer.shares > 0)}
 
 
 def make_placement(
@@ -475,7 +483,10 @@ class Operations:
                 allowed = late[column] <= 1 + SLACK and first[column] <= 1 + SLACK
                 self._linear.set_bounds(column, 0.0, 1.0 if allowed else 0.0)
         columns = np.arange(len(i) + len(arrivals))
-        self._linear.set_costs(columns, np.concatenate([delay_usd, unserved_usd]))
+        costs = np.concatenate([delay_usd, unserved_usd])
+        # Dollars of each request come to more than a solver's tolerances are for.
+        scale = max(1.0, float(costs.max()) / _MOST_COST)
+        self._linear.set_costs(columns, costs / scale)
         found = self._linear.solve()
         if found is None:
             raise NoSolutionError(
@@ -492,8 +503,8 @@ class Operations:
             storage_usd=float((o.storage_usd * arrivals) @ shares.sum(axis=1)),
             delay_usd=float(delay_usd @ parts[: len(i)]),
             unserved_usd=float(unserved_usd @ unserved),
-            type_prices=found.prices[: self._load].reshape(4, -1),
-            option_prices=found.prices[self._load :].reshape(2, -1),
+            type_prices=scale * found.prices[: self._load].reshape(4, -1),
+            option_prices=scale * found.prices[self._load :].reshape(2, -1),
         )
 
 

@@ -21,7 +21,7 @@ from hetplan.solvers.allocation.assignment import NEXT_TO_NOTHING, Assignment, c
 from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray, Options
 from hetplan.solvers.allocation.scenarios import VIOLATED, Drawn, Operated, Operations, Placement, draw_factors
 
-_NEXT_TO_ZERO = 1e-300
+_NEXT_TO_ZERO = 1e-100
 
 
 @dataclass(frozen=True, slots=True)
