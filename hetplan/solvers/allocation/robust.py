@@ -92,8 +92,7 @@ def solve_robust(
             on_incumbent(Progress(time.monotonic() - began, best.shares.usd, optimum.bound, said))
 
     search = Search(training, limit_usd * (1 + STANDBY), deadline, report)
-    replicas = optimum.assignment.replicas
-    search.run({int(n): int(replicas[n]) for n in np.flatnonzero(replicas)})
+    search.run(optimum.assignment)
     best = search.best
     if best is None:
         raise NoSolutionError(
@@ -159,9 +158,13 @@ class Search:
     _cuts: list[Cut] = field(default_factory=list)
     _nominal_cuts: list[Cut] = field(default_factory=list)
 
-    def run(self, optimum: dict[int, int]) -> None:
+    def run(self, optimum: Assignment) -> None:
         """From the optimum as planned, until no exchange is better or time is over."""
-        self._evaluate(self.training.make(optimum))
+        t = self.training
+        bought = {int(n): int(optimum.replicas[n]) for n in np.flatnonzero(optimum.replicas)}
+        paid = np.argwhere(placed_pairs(t.options, optimum.shares > NEXT_TO_NOTHING))
+        self._try(t.make(bought, {(int(i), int(pair)) for i, pair in paid}))
+        self._evaluate(t.make(bought))
         self._around({})
         before = None
         while self.best is not None and self.best is not before and not self._over():
@@ -223,8 +226,8 @@ class Search:
         if shares is None or shares.usd > self.limit_usd:
             return None
         if o.stored_per_type:
-            paid = np.argwhere(placed_pairs(o, shares.shares > NEXT_TO_NOTHING)).tolist()
-            fewer = t.make(dict(buying.replicas), {(i, pair) for i, pair in paid})
+            paid = np.argwhere(placed_pairs(o, shares.shares > NEXT_TO_NOTHING))
+            fewer = t.make(dict(buying.replicas), {(int(i), int(pair)) for i, pair in paid})
             if fewer != buying:
                 return self._try(fewer)
         costs = t.costs(buying)
