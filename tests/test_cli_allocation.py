@@ -156,13 +156,6 @@ def test_options_of_placement_problems_are_refused(run: Run, problem_file: Path,
     assert said in err
 
 
-def test_no_machine_can_be_paid(run: Run, problem: hp.AllocationProblem, tmp_path: Path) -> None:
-    problem.replace(budget_usd=0.01).save(tmp_path / "poor.json")
-    code, _, said = run("optimize", tmp_path / "poor.json", "--solver", "milp")
-    assert code == INFEASIBLE
-    assert "serving nothing costs least" in said
-
-
 def test_limits_in_the_way_are_named_with_how_far_they_must_move(
     run: Run, problem: hp.AllocationProblem, tmp_path: Path
 ) -> None:
@@ -178,3 +171,10 @@ def test_limits_in_the_way_are_named_with_how_far_they_must_move(
     assert (budget["available"], budget["unit"]) == (20.0, "$")
     problem.replace(budget_usd=budget["needed"], query_types=queries).save(tmp_path / "enough.yaml")
     assert run("optimize", tmp_path / "enough.yaml")[0] == FINE
+
+
+def test_no_machine_can_be_paid(run: Run, problem: hp.AllocationProblem, tmp_path: Path) -> None:
+    problem.replace(budget_usd=0.01).save(tmp_path / "poor.json")
+    code, _, said = run("optimize", tmp_path / "poor.json", "--solver", "milp")
+    assert code == INFEASIBLE
+    assert "serving nothing costs least" in said
