@@ -196,7 +196,9 @@ def optimize(
             found = get_allocation_solver(solver, **options).solve(
                 problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
             )
-        except InfeasibleError:
+        except InfeasibleError as error:
+            if error.reasons:
+                raise
             # The search behind it is compiled code, which other verbs do without.
             from hetplan.solvers.allocation.shortfall import infeasible
 
