@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from hetplan.catalog.tables import (
     get_instance_type,
     gpu_name,
 )
-from hetplan.errors import InvalidInputError
+from hetplan.errors import InfeasibleError, InvalidInputError
 from hetplan.estimator.prediction import (
     PlanEstimate,
     ReplicaPrediction,
@@ -200,9 +201,19 @@ def optimize(
         found = _robust(problem, robust, solver, options, time_limit_s, seed, on_incumbent)
         return build_allocation_plan(found.options.problem, found, solver=solver, seed=seed)
     if isinstance(problem, AllocationProblem):
-        found = get_allocation_solver(solver, **options).solve(
-            problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
-        )
+        began = time.monotonic()
+        try:
+            found = get_allocation_solver(solver, **options).solve(
+                problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
+            )
+        except InfeasibleError as error:
+            if error.reasons:
+                raise
+            # The search behind it is compiled code, which other verbs do without.
+            from hetplan.solvers.allocation.shortfall import infeasible
+
+            left_s = time_limit_s - (time.monotonic() - began)
+            raise infeasible(problem, time_limit_s=left_s) from None
         return build_allocation_plan(problem, found, solver=solver, seed=seed)
     chosen = get_solver(solver, **options)
     solution = chosen.solve(

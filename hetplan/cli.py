@@ -501,8 +501,9 @@ def _progress(time_limit_s: float) -> Iterator[Callable[[Any], None]]:
         task = bar.add_task("solve", total=time_limit_s or 1.0, best="")
 
         def on_incumbent(progress: Any) -> None:
-            bound = "" if progress.bound is None else f", bound {progress.bound:.4g}"
-            bar.update(task, completed=progress.elapsed_s, best=f"best {progress.objective:.4g}{bound}")
+            shown = {"best": progress.objective, "bound": progress.bound}
+            said = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
+            bar.update(task, completed=progress.elapsed_s, best=said)
 
         yield on_incumbent
 

@@ -156,6 +156,23 @@ def test_options_of_placement_problems_are_refused(run: Run, problem_file: Path,
     assert said in err
 
 
+def test_limits_in_the_way_are_named_with_how_far_they_must_move(
+    run: Run, problem: hp.AllocationProblem, tmp_path: Path
+) -> None:
+    queries = tuple(q.replace(max_unserved=0.0) for q in problem.query_types)
+    problem.replace(budget_usd=20.0, query_types=queries).save(tmp_path / "tight.yaml")
+    code, _, said = run("optimize", tmp_path / "tight.yaml")
+    assert code == INFEASIBLE
+    assert "raise budget_usd from $20 to $" in said.lower()
+    code, out, _ = run("optimize", tmp_path / "tight.yaml", "--json")
+    assert code == INFEASIBLE
+    error = json.loads(out)["error"]
+    (budget,) = [reason for reason in error["reasons"] if reason["constraint"] == "budget_usd"]
+    assert (budget["available"], budget["unit"]) == (20.0, "$")
+    problem.replace(budget_usd=budget["needed"], query_types=queries).save(tmp_path / "enough.yaml")
+    assert run("optimize", tmp_path / "enough.yaml")[0] == FINE
+
+
 def test_no_machine_can_be_paid(run: Run, problem: hp.AllocationProblem, tmp_path: Path) -> None:
     problem.replace(budget_usd=0.01).save(tmp_path / "poor.json")
     code, _, said = run("optimize", tmp_path / "poor.json", "--solver", "milp")
