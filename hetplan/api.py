@@ -197,24 +197,24 @@ def optimize(
     if solver_options is not None and not isinstance(solver_options, Mapping):
         raise InvalidInputError(f"solver_options is a mapping, got {type(solver_options).__name__}")
     options = dict(solver_options or {}) | more_solver_options
-    if robust is not None:
-        found = _robust(problem, robust, solver, options, time_limit_s, seed, on_incumbent)
-        return build_allocation_plan(found.options.problem, found, solver=solver, seed=seed)
-    if isinstance(problem, AllocationProblem):
+    if robust is not None or isinstance(problem, AllocationProblem):
         began = time.monotonic()
         try:
-            found = get_allocation_solver(solver, **options).solve(
-                problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
-            )
+            if robust is not None:
+                found = _robust(problem, robust, solver, options, time_limit_s, seed, on_incumbent)
+            else:
+                found = get_allocation_solver(solver, **options).solve(
+                    problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
+                )
         except InfeasibleError as error:
-            if error.reasons:
+            if error.reasons or not isinstance(problem, AllocationProblem):
                 raise
             # The search behind it is compiled code, which other verbs do without.
             from hetplan.solvers.allocation.shortfall import infeasible
 
             left_s = time_limit_s - (time.monotonic() - began)
             raise infeasible(problem, time_limit_s=left_s) from None
-        return build_allocation_plan(problem, found, solver=solver, seed=seed)
+        return build_allocation_plan(found.options.problem, found, solver=solver, seed=seed)
     chosen = get_solver(solver, **options)
     solution = chosen.solve(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
