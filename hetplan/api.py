@@ -200,7 +200,7 @@ def optimize(
     if robust is not None or isinstance(problem, AllocationProblem):
         began = time.monotonic()
         try:
-            if robust is not None:
+            if robust is not None or not isinstance(problem, AllocationProblem):
                 found = _robust(problem, robust, solver, options, time_limit_s, seed, on_incumbent)
             else:
                 found = get_allocation_solver(solver, **options).solve(
@@ -224,7 +224,7 @@ def optimize(
 
 def _robust(
     problem: PlacementProblem | AllocationProblem,
-    robust: Robust,
+    robust: Robust | None,
     solver: str,
     options: Mapping[str, Any],
     time_limit_s: float,
