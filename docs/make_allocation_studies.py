@@ -1,21 +1,28 @@
-"""Rewrite docs/allocation_studies.md by running the studies: ``python docs/make_allocation_studies.py all``.
+"""Rewrite docs/allocation_studies.md by running the studies (over 500 lines: a function each, and the paper's figures).
 
-One study alone: ``python docs/make_allocation_studies.py table2`` (or table3, table4, table5, figure2, stress). Each
-stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Figures of the paper are constants here; everything
-else is computed, and each claim is decided from what came out. Seconds are of this machine and change from run to run;
-nothing else does.
+All of them: ``python docs/make_allocation_studies.py all``. What they do is shown on stderr.
+
+One study alone: ``python docs/make_allocation_studies.py table2`` (or table3, table4, table5, figure2, stress, robust).
+Each stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. Figures of the paper are constants here;
+everything else is computed, and each claim is decided from what came out. Seconds are of this machine and change from
+run to run; nothing else does.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from allocation_figures import stress_figure, sweep_figure
+from page import by, replace_block, table
+from robust_study import robust
 
 import hetplan as hp
 from hetplan.problem.allocation import AllocationProblem
@@ -53,7 +60,10 @@ PAPER_ROLLING = {
     "AGH, kept": ("414±2", "418±8", "430±30", "525±214", "564±173"),
     "AGH, every window": ("414±2", "420±12", "432±24", "434±23", "474±56"),
 }
-ROLLING_TRIALS, WINDOWS = 2, 288
+ROLLING_TRIALS, WINDOWS = 30, 288
+ROLLING_SOLVERS = ("milp", "gh", "agh")
+# Processes of table 4, the one study that takes minutes, and the seed whose share of its time the page states.
+PROCESSES, TIMED_SEED = 2, 0
 # Table 5, seconds: exact, GH, AGH.
 PAPER_RUNTIME = {
     (4, 4, 5): ("0.39", "< 0.01", "0.0149"),
@@ -70,11 +80,6 @@ def instance(seed: int) -> AllocationProblem:
     return AllocationProblem.canonical(query_types=6, models=6, tiers=10, seed=seed)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 def claim(said: str, each: Sequence[bool], figures: str = "") -> str:
     """One line: what the paper says, and whether it holds on enough of the instances asked."""
     each = list(each)
@@ -83,18 +88,31 @@ def claim(said: str, each: Sequence[bool], figures: str = "") -> str:
     return f"- **{verdict}** ({sum(each)} of {len(each)}{more}): {said}"
 
 
+def note(said: str) -> None:
+    """A line of progress."""
+    print(said, file=sys.stderr, flush=True)
+
+
+def counted(study: str) -> Iterator[int]:
+    """The seeds, each with a line of progress."""
+    for number, seed in enumerate(SEEDS, start=1):
+        note(f"{study}: seed {seed}, {number} of {len(SEEDS)}")
+        yield seed
+
+
+def picture(drawn: Path, said: str) -> str:
+    """A figure in the page."""
+    return f"![{said}](figures/{drawn.name})"
+
+
 def dollars(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:.1f}"
-
-
-def by(rows: list[dict[str, Any]], *names: str) -> dict[Any, dict[str, Any]]:
-    return {tuple(row[name] for name in names): row for row in rows}
 
 
 def table2() -> str:
     runs = {
         seed: by(budget_study(instance(seed), scenarios=SCENARIOS, time_limit_s=TIME_LIMIT_S), "setting", "solver")
-        for seed in SEEDS
+        for seed in counted("table2")
     }
     rows = []
     for setting, (budget, factor) in BUDGETS.items():
@@ -150,7 +168,7 @@ def table2() -> str:
 
 
 def table3() -> str:
-    runs = {seed: by(ablation(instance(seed)), "mechanisms") for seed in SEEDS}
+    runs = {seed: by(ablation(instance(seed)), "mechanisms") for seed in counted("table3")}
     sound = {
         (seed, name): row["plan"] is not None and not hp.verify(row["plan"])
         for seed, run in runs.items()
@@ -189,23 +207,48 @@ def table3() -> str:
     )
 
 
+def rolled(seed: int, sigma: float) -> dict[str, RollingResult]:
+    """Every solver on one instance and one sigma; GH and AGH also solved again in every window."""
+
+    def progress(solver: str) -> Callable[[int, int], None]:
+        def say(done: int, total: int) -> None:
+            if done % 10 == 0:
+                note(f"table4, seed {seed}, sigma {sigma:g}, {solver}: {done} of {total} trials")
+
+        return say
+
+    return {
+        solver: rolling(
+            instance(seed),
+            solver=solver,
+            sigma=sigma,
+            windows=WINDOWS,
+            trials=ROLLING_TRIALS,
+            resolve=solver != "milp",
+            time_limit_s=TIME_LIMIT_S,
+            on_progress=progress(solver),
+        )
+        for solver in ROLLING_SOLVERS
+    }
+
+
 def table4() -> str:
-    solvers = ("milp", "gh", "agh")
-    runs: dict[tuple[float, str], list[RollingResult]] = {
-        (sigma, solver): [
-            rolling(
-                instance(seed),
-                solver=solver,
-                sigma=sigma,
-                windows=WINDOWS,
-                trials=ROLLING_TRIALS,
-                resolve=solver != "milp",
-                time_limit_s=TIME_LIMIT_S,
-            )
-            for seed in SEEDS
-        ]
+    began, timed_s = time.perf_counter(), 0.0
+    seeds = sorted(SEEDS, key=lambda seed: seed != TIMED_SEED)
+    found: dict[tuple[float, int], dict[str, RollingResult]] = {}
+    # Spawned: a copy of this process would have its compiled code's threads cut off.
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        jobs = {pool.submit(rolled, seed, sigma): (sigma, seed) for seed in seeds for sigma in SIGMAS}
+        for number, job in enumerate(as_completed(jobs), start=1):
+            sigma, seed = jobs[job]
+            found[sigma, seed] = job.result()
+            elapsed_s = time.perf_counter() - began
+            timed_s = elapsed_s if seed == TIMED_SEED else timed_s
+            note(f"table4: {number} of {len(jobs)} parts in {elapsed_s:.0f} s")
+    runs = {
+        (sigma, solver): [found[sigma, seed][solver] for seed in SEEDS]
         for sigma in SIGMAS
-        for solver in solvers
+        for solver in ROLLING_SOLVERS
     }
 
     def trials(sigma: float, solver: str, again: bool = False) -> list[float]:
@@ -270,8 +313,13 @@ def table4() -> str:
         ),
     ]
     adopted = sum(int(one.switches.sum()) for (_, solver), each in runs.items() if solver == "agh" for one in each)
-    counted = f"AGH's answers were adopted {adopted} times in {len(SIGMAS) * len(SEEDS) * ROLLING_TRIALS} trials."
-    return "\n\n".join(parts) + "\n\n" + "\n".join(lines) + f"\n\n{counted}"
+    minutes = (time.perf_counter() - began) / 60
+    spent = (
+        f"AGH's answers were adopted {adopted} times in {len(SIGMAS) * len(SEEDS) * ROLLING_TRIALS} trials. "
+        f"Seed {TIMED_SEED} ({len(SIGMAS)} sigmas of {ROLLING_TRIALS} trials of {WINDOWS} windows, all strategies) "
+        f"took {timed_s / 60:.1f} minutes in {PROCESSES} processes, all seeds {minutes:.1f}."
+    )
+    return "\n\n".join(parts) + "\n\n" + "\n".join(lines) + f"\n\n{spent}"
 
 
 def table5() -> str:
@@ -316,7 +364,7 @@ def table5() -> str:
 def stress() -> str:
     runs = {
         seed: by(stress_study(instance(seed), scenarios=SCENARIOS, time_limit_s=TIME_LIMIT_S), "solver", "stress")
-        for seed in SEEDS
+        for seed in counted("stress")
     }
     anywhere = {
         seed: by(
@@ -324,7 +372,7 @@ def stress() -> str:
             "solver",
             "stress",
         )
-        for seed in SEEDS
+        for seed in counted("stress, sent anywhere")
     }
     rows, split, rerouted = [], [], []
     for factor in STRESSES:
@@ -392,8 +440,9 @@ def stress() -> str:
         ),
     ]
     said = f"Mean cost in dollars over {SCENARIOS} scenarios, with half the width of its 95% interval"
+    drawn = stress_figure(runs, anywhere, NAMES, STRESSES)
     return (
-        f"{said}:\n\n{table(head, rows)}"
+        f"{picture(drawn, 'Cost, violations and what is paid at each factor')}\n\n{said}:\n\n{table(head, rows)}"
         f"\n\nWhere the cost comes from, dollars, mean over seeds:\n\n{table(means, split)}"
         '\n\nAs the first, where every type may be sent to all that is bought (`reroute="any"`), and not only where '
         f"the plan sends it:\n\n{table(head, rerouted)}\n\n" + "\n".join(lines)
@@ -414,7 +463,7 @@ def figure2() -> str:
         for solver in solvers:
             # The exact solver at the corners and the middle: enough for the claims.
             few = factors if solver == "agh" else dict.fromkeys(factors, (ends[0], 1.0, ends[1]))
-            for seed in SEEDS:
+            for seed in counted(f"figure2({figure}), {NAMES[solver]}"):
                 found = sweep(instance(seed), solver=solver, time_limit_s=TIME_LIMIT_S, **few)  # type: ignore[arg-type]
                 runs[figure, solver, seed] = by(found, first, second)
         rows = []
@@ -472,6 +521,8 @@ def figure2() -> str:
             ),
             claim(f"2(f), {name}: wider delay limits cost less.", compared("f", solver, usd, (1.0, low), (1.0, high))),
         ]
+    drawn = sweep_figure(runs, {name: two[:2] for name, two in sweeps.items()}, FACTORS, SEEDS)
+    parts.insert(0, picture(drawn, "AGH's cost over pairs of factors"))
     return "\n\n".join(parts) + "\n\n" + "\n".join(lines)
 
 
@@ -482,17 +533,8 @@ STUDIES: dict[str, Callable[[], str]] = {
     "table5": table5,
     "figure2": figure2,
     "stress": stress,
+    "robust": robust,
 }
-
-
-def replace_block(page: Path, name: str, content: str) -> None:
-    """Put content between the markers of a page."""
-    text = page.read_text(encoding="utf-8")
-    pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"{page} has no block {name!r}")
-    made = f"Made by `python docs/make_allocation_studies.py {name}`.\n\n{content}"
-    page.write_text(pattern.sub(lambda found: f"{found[1]}{made}\n{found[2]}", text), encoding="utf-8")
 
 
 def main(asked: Sequence[str]) -> None:

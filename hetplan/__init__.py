@@ -28,6 +28,7 @@ _HOMES = {
     "Plan": "hetplan.plan",
     "QueryType": "hetplan.workload.requests",
     "Reason": "hetplan.errors",
+    "Robust": "hetplan.problem.robust",
     "SchemaVersionError": "hetplan.errors",
     "SimulationResult": "hetplan.simulator.results",
     "Slo": "hetplan.workload.requests",
@@ -68,6 +69,7 @@ __all__ = [
     "Plan",
     "QueryType",
     "Reason",
+    "Robust",
     "SchemaVersionError",
     "SimulationResult",
     "Slo",
@@ -110,6 +112,7 @@ if TYPE_CHECKING:
     from hetplan.plan import Plan
     from hetplan.problem.allocation import AllocationProblem
     from hetplan.problem.placement import PlacementProblem
+    from hetplan.problem.robust import Robust
     from hetplan.simulator.availability import Availability
     from hetplan.simulator.results import SimulationResult
     from hetplan.simulator.simulate import SpotScenario

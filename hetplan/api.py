@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -36,12 +37,14 @@ from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
+from hetplan.problem.robust import Robust
 from hetplan.simulator.availability import Availability
 from hetplan.simulator.results import SimulationResult
 from hetplan.simulator.simulate import SpotScenario, simulate_plan
 from hetplan.simulator.traffic import Traffic, as_traffic
 from hetplan.solvers.allocation.build import build_allocation_plan
-from hetplan.solvers.base import OnIncumbent, get_allocation_solver, get_solver
+from hetplan.solvers.allocation.robust import solve_robust
+from hetplan.solvers.base import AllocationSolution, OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.solvers.compare import Comparison, compare_solvers
 from hetplan.verification import Violation, verify_plan
@@ -81,6 +84,7 @@ def optimize(
     calibrations: Mapping[str, Calibration] | None = None,
     warm_start: Plan | None = None,
     on_incumbent: OnIncumbent | None = None,
+    robust: Robust | None = None,
     **more_solver_options: Any,
 ) -> Plan:
     """Find a plan: pipelines of stages on the machines at hand, with predictions, cost and a bound.
@@ -123,6 +127,10 @@ def optimize(
     warm_start : Plan, optional
     on_incumbent : callable, optional
         Called with a `hetplan.solvers.base.Progress` at each better plan.
+    robust : Robust, optional
+        Make the plan of an allocation problem against scenarios, beginning from the certified optimum (solver "auto" or
+        "milp"). Its objective and bound are still of the problem with nothing drawn; what the scenarios cost stands in
+        ``plan.provenance.parameters``.
 
     Returns
     -------
@@ -194,16 +202,53 @@ def optimize(
     if solver_options is not None and not isinstance(solver_options, Mapping):
         raise InvalidInputError(f"solver_options is a mapping, got {type(solver_options).__name__}")
     options = dict(solver_options or {}) | more_solver_options
-    if isinstance(problem, AllocationProblem):
-        found = get_allocation_solver(solver, **options).solve(
-            problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
-        )
-        return build_allocation_plan(problem, found, solver=solver, seed=seed)
+    if robust is not None or isinstance(problem, AllocationProblem):
+        began = time.monotonic()
+        try:
+            if robust is not None or not isinstance(problem, AllocationProblem):
+                found = _robust(problem, robust, solver, options, time_limit_s, seed, on_incumbent)
+            else:
+                found = get_allocation_solver(solver, **options).solve(
+                    problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
+                )
+        except InfeasibleError as error:
+            if error.reasons or not isinstance(problem, AllocationProblem):
+                raise
+            # The search behind it is compiled code, which other verbs do without.
+            from hetplan.solvers.allocation.shortfall import infeasible
+
+            left_s = time_limit_s - (time.monotonic() - began)
+            raise infeasible(problem, time_limit_s=left_s) from None
+        return build_allocation_plan(found.options.problem, found, solver=solver, seed=seed)
     chosen = get_solver(solver, **options)
     solution = chosen.solve(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
     )
     return build_plan(problem, solution, solver=solver, seed=seed)
+
+
+def _robust(
+    problem: PlacementProblem | AllocationProblem,
+    robust: Robust | None,
+    solver: str,
+    options: Mapping[str, Any],
+    time_limit_s: float,
+    seed: int,
+    on_incumbent: OnIncumbent | None,
+) -> AllocationSolution:
+    if not isinstance(robust, Robust):
+        raise InvalidInputError(f"robust is a hetplan.Robust, got {type(robust).__name__}")
+    if not isinstance(problem, AllocationProblem):
+        raise InvalidInputError(
+            "robust plans are made of allocation problems, and this one places a model on given machines. Leave robust "
+            "out, or make an AllocationProblem"
+        )
+    if solver not in ("auto", "milp") or options:
+        given = ", ".join(options) or f"solver={solver!r}"
+        raise InvalidInputError(
+            f"a robust plan begins from the certified optimum, whatever the solver's options: leave out {given}"
+        )
+    return solve_robust(problem, robust, time_limit_s=time_limit_s, seed=seed, on_incumbent=on_incumbent)
 
 
 def compare(

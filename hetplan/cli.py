@@ -95,6 +95,16 @@ def optimize(
     calibration: Annotated[
         list[Path] | None, typer.Option(help="Own calibration of a GPU; repeat for several.")
     ] = None,
+    robust_scenarios: Annotated[
+        int | None, typer.Option(help="Make an allocation plan against so many scenarios; 20.")
+    ] = None,
+    robust_stress: Annotated[float | None, typer.Option(help="Factor on delays and errors in them; 1.")] = None,
+    max_extra_cost: Annotated[
+        float | None, typer.Option(help="What such a plan may cost more as planned, as a share; 0.05.")
+    ] = None,
+    max_violation_rate: Annotated[
+        float | None, typer.Option(help="Most (scenario, query type) of such a plan with over 1% unserved.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -156,6 +166,15 @@ def optimize(
                     "leave it out"
                 )
         arguments |= {name: value for name, value in given.items() if value is not None}
+        trained = {
+            "scenarios": robust_scenarios,
+            "stress": robust_stress,
+            "max_extra_cost": max_extra_cost,
+            "max_violation_rate": max_violation_rate,
+        }
+        trained = {name: value for name, value in trained.items() if value is not None}
+        if trained:
+            arguments["robust"] = hp.Robust(**trained)
         if calibration:
             arguments["calibrations"] = arguments.get("calibrations", {}) | read_calibrations(calibration)
         with _progress(arguments.get("time_limit_s", 60.0)) as on_incumbent:
@@ -483,8 +502,9 @@ def _progress(time_limit_s: float) -> Iterator[Callable[[Any], None]]:
         task = bar.add_task("solve", total=time_limit_s or 1.0, best="")
 
         def on_incumbent(progress: Any) -> None:
-            bound = "" if progress.bound is None else f", bound {progress.bound:.4g}"
-            bar.update(task, completed=progress.elapsed_s, best=f"best {progress.objective:.4g}{bound}")
+            shown = {"best": progress.objective, "bound": progress.bound}
+            said = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
+            bar.update(task, completed=progress.elapsed_s, best=said)
 
         yield on_incumbent
 

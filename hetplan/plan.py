@@ -18,7 +18,7 @@ from hetplan.catalog.engines import engine_defaults
 from hetplan.errors import InvalidInputError, SchemaVersionError, UnsupportedFeatureError
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import PlacementProblem
-from hetplan.units import format_bytes, format_seconds
+from hetplan.units import format_bytes, format_seconds, format_share
 
 SCHEMA: Literal["hetplan.plan/1"] = "hetplan.plan/1"
 _SCHEMA_FAMILY = "hetplan.plan/"
@@ -417,7 +417,7 @@ def _describe_routes(deployment: Deployment, routes: list[Route]) -> str:
         f"{p.count} x {p.stages[0].instance_type} (TP {p.stages[0].tensor_parallel}, PP {len(p.stages)})"
         for p in deployment.pipelines
     )
-    shares = ", ".join(f"{route.query_type} {route.fraction:.1%}" for route in routes) or "nothing"
+    shares = ", ".join(f"{route.query_type} {format_share(route.fraction)}" for route in routes) or "nothing"
     return f"{deployment.model} on {replicas}: {shares}"
 
 

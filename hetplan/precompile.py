@@ -1,7 +1,7 @@
 """Compile the searches and the checker once per installation: ``python -m hetplan.precompile``, one to two minutes.
 
 Without it the first ``optimize`` takes some 20 s longer, the first of a large inventory 40 s more, the first of an
-allocation problem 50 s, and the first ``verify`` of a plan whose bound is proven by prices another 40 s.
+allocation problem 50 s, the first ``simulate`` 20 s, and the first ``verify`` of a plan whose bound is proven by prices another 40 s.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 
 from hetplan import api
 from hetplan.problem.allocation import AllocationProblem
+from hetplan.simulator.traffic import Traffic
 from hetplan.workload.requests import Workload
 
 _WORKLOAD = Workload(input_tokens=763, output_tokens=232)
@@ -37,6 +38,12 @@ def compile_allocation() -> None:
     api.optimize(problem, solver="gh")
 
 
+def compile_simulator() -> None:
+    """A moment of traffic on a small plan."""
+    plan = api.optimize(model="llama-3.1-8b", cluster={"g6.xlarge": 1}, workload=_WORKLOAD, solver="dp-beam")
+    api.simulate(plan, Traffic.closed_loop(_WORKLOAD, clients=2, requests=4))
+
+
 def main() -> None:
     """Compile in several processes, as one compiles one function at a time."""
     began = time.monotonic()
@@ -44,6 +51,7 @@ def main() -> None:
     others = {
         "large inventories": context.Process(target=compile_column_generation),
         "allocation problems": context.Process(target=compile_allocation),
+        "simulation": context.Process(target=compile_simulator),
     }
     for other in others.values():
         other.start()

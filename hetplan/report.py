@@ -15,7 +15,7 @@ from hetplan.estimator.prediction import ReplicaPrediction, shapes_of
 from hetplan.plan import Plan, Prediction
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.compare import Comparison
-from hetplan.units import GIB, format_seconds
+from hetplan.units import GIB, format_seconds, format_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,7 +123,7 @@ def _allocation_tables(plan: Plan, problem: AllocationProblem) -> RenderableType
 
 
 def _share(fraction: float) -> str:
-    return f"{fraction:.1%}" if fraction > 0 else ""
+    return format_share(fraction) if fraction > 0 else ""
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -94,3 +94,15 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1000:
         return f"{seconds:.3g} s"
     return f"{seconds:,.0f} s"
+
+
+def format_share(share: float) -> str:
+    """A share in percent to one digit; one that would be rounded to none is said to be less than that.
+
+    Examples
+    --------
+    >>> format_share(0.123), format_share(1e-6), format_share(0.0)
+    ('12.3%', '<0.1%', '0.0%')
+    """
+    text = f"{share:.1%}"
+    return "<0.1%" if share > 0 and text == "0.0%" else text

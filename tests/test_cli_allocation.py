@@ -156,8 +156,47 @@ def test_options_of_placement_problems_are_refused(run: Run, problem_file: Path,
     assert said in err
 
 
+def test_limits_in_the_way_are_named_with_how_far_they_must_move(
+    run: Run, problem: hp.AllocationProblem, tmp_path: Path
+) -> None:
+    queries = tuple(q.replace(max_unserved=0.0) for q in problem.query_types)
+    problem.replace(budget_usd=20.0, query_types=queries).save(tmp_path / "tight.yaml")
+    code, _, said = run("optimize", tmp_path / "tight.yaml")
+    assert code == INFEASIBLE
+    assert "raise budget_usd from $20 to $" in said.lower()
+    code, out, _ = run("optimize", tmp_path / "tight.yaml", "--json")
+    assert code == INFEASIBLE
+    error = json.loads(out)["error"]
+    (budget,) = [reason for reason in error["reasons"] if reason["constraint"] == "budget_usd"]
+    assert (budget["available"], budget["unit"]) == (20.0, "$")
+    problem.replace(budget_usd=budget["needed"], query_types=queries).save(tmp_path / "enough.yaml")
+    assert run("optimize", tmp_path / "enough.yaml")[0] == FINE
+
+
 def test_no_machine_can_be_paid(run: Run, problem: hp.AllocationProblem, tmp_path: Path) -> None:
     problem.replace(budget_usd=0.01).save(tmp_path / "poor.json")
     code, _, said = run("optimize", tmp_path / "poor.json", "--solver", "milp")
     assert code == INFEASIBLE
     assert "serving nothing costs least" in said
+
+
+def test_a_plan_is_made_against_scenarios(run: Run, problem_file: Path) -> None:
+    asked = ("--robust-scenarios", "5", "--robust-stress", "1.2", "--max-extra-cost", "0.1", "--json")
+    code, out, _ = run("optimize", problem_file, *asked)
+    said = json.loads(out)["provenance"]["parameters"]
+    assert code == FINE
+    assert (said["robust_scenarios"], said["robust_stress"], said["robust_max_extra_cost"]) == (5, 1.2, 0.1)
+    assert json.loads(out)["objective"] <= 1.1 * said["optimum_usd"] * (1 + 1e-5)
+
+
+def test_a_target_of_violations_that_is_not_reached_is_infeasible(run: Run, problem_file: Path) -> None:
+    asked = ("--robust-stress", "3", "--max-extra-cost", "0", "--max-violation-rate", "0")
+    code, _, err = run("optimize", problem_file, *asked)
+    assert code == INFEASIBLE
+    assert "the least that was reached is" in err
+
+
+def test_what_robust_plans_are_asked_is_checked(run: Run, problem_file: Path) -> None:
+    code, _, err = run("optimize", problem_file, "--max-extra-cost", "-1")
+    assert code == BAD_INPUT
+    assert "max_extra_cost" in err

@@ -435,7 +435,7 @@ class SpotRun:
         """When each of the requests that leave together comes again, after now.
 
         What needs no prompt computed would all be taken up in one step, and a pipeline whose sequences are all in one
-        step uses one stage at a time. So such requests come in as many groups as there are stages, a stage's time apart.
+        step uses one stage at a time. So they come in as many groups as there are stages, a stage's time apart.
         """
         later = np.zeros(len(requests))
         sent = np.flatnonzero(self.fleet.requests["computed"][requests] > 0)

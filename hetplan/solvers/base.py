@@ -128,7 +128,7 @@ class AllocationSolver(Protocol):
         warm_start: Plan | None = None,
         on_incumbent: OnIncumbent | None = None,
     ) -> AllocationSolution:
-        """Solve a problem; arguments and errors as of `Solver.solve`."""
+        """Solve a problem; arguments and errors as of `Solver.solve`; `hetplan.optimize` adds the reasons."""
         ...
 
 

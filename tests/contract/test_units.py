@@ -36,8 +36,9 @@ PLAIN = {
     "overlap_power",
     "availability", "overlap_fraction",
     "utilization", "error_limit", "errors", "error_factor", "slowness", "max_unserved", "weight_scale",
+    "delay_spread", "error_spread", "arrival_spread", "stress", "cvar_level", "max_violation_rate", "max_extra_cost",
     # counts, degrees and indices
-    "model", "tier", "machines", "closed", "replicas", "copied", "parts",
+    "scenarios", "model", "tier", "machines", "closed", "replicas", "copied", "parts",
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",
     "micro_batch", "max_batch", "seed", "layer_pattern", "experts", "active_experts", "intra_node_links",
     "sm_count", "cores", "threads", "line", "pipeline_parallel", "batch", "repeats",

@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetplan.solvers.allocation.options import FloatArray, IntArray, Options
 from hetplan.solvers.highs import Milp, maximise, maximise_linear
 
 # A share below this is none.
 NEXT_TO_NOTHING = 1e-9
+# The share that keeps a type's way to a configuration open, where a plan says which it may use: next to no traffic, and
+# within what limits are checked to. It is kept wherever it is worth so many times what serving or dropping all costs.
+STANDBY = 1e-6
+_WORTH = 1e3
 _GAP = 1e-7
 
 
@@ -48,6 +53,14 @@ def stored_weights_gb(options: Options, replicas: IntArray, shares: FloatArray) 
     return float(o.pair_gb[copies % o.pairs].sum()) if len(copies) else 0.0
 
 
+def placed_pairs(options: Options, placed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """(I, P) pairs of which a type uses some option, from (I, O) whether it uses the option."""
+    of_pair = np.zeros((len(placed), options.pairs), dtype=bool)
+    queries, numbers = np.nonzero(placed)
+    of_pair[queries, options.pair[numbers]] = True
+    return of_pair
+
+
 def assign(options: Options, replicas: Mapping[int, int], *, time_limit_s: float = math.inf) -> Assignment | None:
     """The best shares on some replicas of some options, all of which are paid for; None where there are none.
 
@@ -69,6 +82,7 @@ def choose(
     time_limit_s: float,
     gap: float = _GAP,
     bought: Mapping[int, int] | None = None,
+    placed: NDArray[np.bool_] | None = None,
 ) -> Assignment | None:
     """The best whole answer with some of the options; None where there is none or none was found.
 
@@ -81,10 +95,13 @@ def choose(
         Of the search.
     bought : mapping, optional
         Replicas that are chosen already.
+    placed : (I, O) bool array, optional
+        With ``bought``: a type uses just these options, each with `STANDBY` or more where the limits leave room for it.
     """
     o, problem = options, options.problem
     numbers = sorted(numbers)
     most = o.most_replicas()
+    standby_usd = _WORTH * float(max(o.unserved_usd.max(), o.unit_usd.max(initial=0.0)))
     program = Milp()
     integer = False
     budget: list[tuple[int, float]] = []
@@ -103,6 +120,10 @@ def choose(
             budget.append((whole, rent / problem.budget_usd))
     else:
         paid += sum(float(o.rent_usd[n]) * count for n, count in bought.items())
+    if placed is not None and o.stored_per_type:
+        copies = np.argwhere(placed_pairs(o, placed))[:, 1]
+        paid += float(o.pair_usd[copies].sum())
+        storage_left -= float(o.pair_gb[copies].sum()) / problem.storage_capacity_gb
     for pair, members in of_pair.items() if not o.stored_per_type else ():
         usd, gb = float(o.pair_usd[pair]), float(o.pair_gb[pair])
         if bought is not None:
@@ -124,13 +145,16 @@ def choose(
     cache: dict[int, list[tuple[int, float]]] = {number: [] for number in numbers}
     share_of: list[tuple[int, int, int]] = []
     for i in range(len(o.unserved_usd)):
-        usable = [number for number in numbers if o.most[i, number] > 0]
+        usable = [n for n in numbers if (o.most[i, n] > 0 if placed is None else placed[i, n])]
         left = program.column(0.0, float(o.max_unserved[i]), gain=-float(o.unserved_usd[i]))
         demand, delays, errors, firsts = [(left, 1.0)], [], [], []
         if o.served:
             delays, errors, firsts = [(left, 1.0)], [(left, 1.0)], [(left, 1.0)]
         for number in usable:
             part = program.column(0.0, 1.0, gain=-float(o.unit_usd[i, number]))
+            if placed is not None:
+                open_way = program.column(0.0, STANDBY, gain=standby_usd)
+                program.row([(part, 1.0), (open_way, -1.0)], least=0.0)
             share_of.append((i, number, part))
             demand.append((part, 1.0))
             delays.append((part, float(o.delay[i, number])))
@@ -143,7 +167,7 @@ def choose(
             storage.append((part, float(o.storage_gb[i]) / problem.storage_capacity_gb))
             if bought is None:
                 program.row([(part, 1.0), (replica_of[number], -float(o.most[i, number]))], most=0.0)
-            if o.stored_per_type:
+            if o.stored_per_type and placed is None:
                 integer = True
                 usd, gb = float(o.pair_usd[o.pair[number]]), float(o.pair_gb[o.pair[number]])
                 copy = program.column(0.0, 1.0, gain=-usd, integer=True)

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError, Reason
+from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError
 from hetplan.plan import BoundNode, Certificate, Plan, RowPrices
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.adaptive import adaptive_assignment
@@ -97,7 +97,11 @@ def search(
     tree.search()
     if tree.best is None:
         if tree.infeasible:
-            raise _infeasible(options)
+            raise InfeasibleError(
+                "no allocation serves what must be served within all limits; hetplan.optimize says how far they must "
+                "move",
+                [],
+            )
         raise NoSolutionError(
             "no allocation that keeps all limits was found in time, and none is ruled out. Allow more time"
         )
@@ -117,37 +121,6 @@ def first_answer(options: Options, seed: int) -> Assignment | None:
     if best is None and (unserved <= options.max_unserved + SLACK).all():
         best = found
     return best
-
-
-def _infeasible(options: Options) -> InfeasibleError:
-    """What no answer keeps: a type that must be served and cannot be, or the limits together."""
-    problem = options.problem
-    reasons = []
-    for i, query in enumerate(problem.query_types):
-        if query.max_unserved >= 1:
-            continue
-        usable = options.most[i] > 0
-        if not usable.any():
-            reasons.append(Reason("configurations", query.name, 1, 0, "configurations within its limits"))
-            continue
-        for name, shares in (("delay", options.delay), ("error", options.error)):
-            least = float(shares[i, usable].min())
-            if least > 1:
-                reasons.append(Reason(name, query.name, 1.0, least, "of its limit at best"))
-    if reasons:
-        said = "; ".join(str(reason) for reason in reasons)
-        return InfeasibleError(
-            f"not all that must be served can be: {said}. Raise its limits, or allow max_unserved above "
-            f"{max(q.max_unserved for q in problem.query_types if q.max_unserved < 1):g}",
-            reasons,
-        )
-    needed = sum(1.0 - q.max_unserved for q in problem.query_types)
-    reasons = [Reason("budget", "all query types together", needed, 0.0, "types served")]
-    return InfeasibleError(
-        f"no allocation serves what must be served within the budget of ${problem.budget_usd:g} and storage of "
-        f"{problem.storage_capacity_gb:g} GB. Raise budget_usd or max_unserved",
-        reasons,
-    )
 
 
 # ---- the certificate

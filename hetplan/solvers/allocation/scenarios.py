@@ -51,6 +51,8 @@ _DEVIATIONS = 1.96
 # Streams of random numbers, one for each thing drawn.
 _DELAYS, _ERRORS, _ARRIVALS = range(3)
 _MOST_SCENARIOS = 1_000_000
+# Of one column in the program of a scenario.
+_MOST_COST = 1e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,27 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Operated:
-    """The second stage of one scenario: shares (I, B), unserved shares (I,), dollars over the horizon."""
+    """The second stage of one scenario, in dollars over the horizon.
+
+    Attributes
+    ----------
+    shares : (I, B) float
+    unserved : (I,) float
+    storage_usd, delay_usd, unserved_usd : float
+    type_prices : (4, I) float
+        What one unit more of a type's row would add to delay and unserved cost: its demand, and its limits on error,
+        delay and first token.
+    option_prices : (2, B) float
+        The same of an option's load and cache.
+    """
 
     shares: FloatArray
     unserved: FloatArray
     storage_usd: float
     delay_usd: float
     unserved_usd: float
+    type_prices: FloatArray
+    option_prices: FloatArray
 
     @property
     def usd(self) -> float:
@@ -217,19 +233,54 @@ def evaluate(
         raise InvalidInputError(f"a Placement says itself who may use what: leave out reroute={reroute!r}")
     placement = plan if isinstance(plan, Placement) else placement_of(plan, reroute=reroute)
     types, numbers = len(placement.placed), placement.options.number
-    delays = stress * (1 + delay_spread * draw(_DELAYS, numbers, types, scenarios, seed))
-    errors = stress * (1 + error_spread * draw(_ERRORS, numbers, types, scenarios, seed))
-    arrivals = 1 + arrival_spread * draw(_ARRIVALS, np.zeros(1, dtype=np.int64), types, scenarios, seed)[:, :, 0]
+    drawn = draw_factors(
+        numbers,
+        types,
+        scenarios=scenarios,
+        seed=seed,
+        delay_spread=delay_spread,
+        error_spread=error_spread,
+        arrival_spread=arrival_spread,
+        stress=stress,
+    )
     operations = Operations(placement)
     dollars = np.zeros((3, scenarios))
     unserved = np.zeros((scenarios, types))
     for s in range(scenarios):
-        found = operations.solve(arrivals[s], delays[s], errors[s])
+        found = operations.solve(drawn.arrivals[s], drawn.delays[s], drawn.errors[s])
         dollars[:, s] = found.storage_usd, found.delay_usd, found.unserved_usd
         unserved[s] = found.unserved
         if on_progress is not None:
             on_progress(s + 1, scenarios)
     return ScenarioResult(placement.rent_usd, placement.stored_usd, dollars[0], dollars[1], dollars[2], unserved)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Factors of S scenarios: on arrivals (S, I), and on delays and errors (S, I, options)."""
+
+    arrivals: FloatArray
+    delays: FloatArray
+    errors: FloatArray
+
+
+def draw_factors(
+    numbers: IntArray,
+    types: int,
+    *,
+    scenarios: int,
+    seed: int,
+    delay_spread: float,
+    error_spread: float,
+    arrival_spread: float,
+    stress: float,
+) -> Drawn:
+    """The scenarios of a seed, for configurations by their number; arguments as of `evaluate`."""
+    return Drawn(
+        arrivals=1 + arrival_spread * draw(_ARRIVALS, np.zeros(1, dtype=np.int64), types, scenarios, seed)[:, :, 0],
+        delays=stress * (1 + delay_spread * draw(_DELAYS, numbers, types, scenarios, seed)),
+        errors=stress * (1 + error_spread * draw(_ERRORS, numbers, types, scenarios, seed)),
+    )
 
 
 def draw(stream: int, numbers: IntArray, types: int, scenarios: int, seed: int) -> FloatArray:
@@ -257,9 +308,8 @@ def placement_of(found: Plan | AllocationSolution, *, reroute: Reroute = "placed
     if reroute not in get_args(Reroute):
         raise InvalidInputError(f"reroute is 'placed' or 'any', got {reroute!r}")
     if isinstance(found, AllocationSolution):
-        problem, answer = found.options.problem, found.assignment
-        bought = {int(found.options.number[n]): int(answer.replicas[n]) for n in np.flatnonzero(answer.replicas)}
-        sent = {(int(i), int(found.options.number[n])) for i, n in np.argwhere(answer.shares > 0)}
+        problem = found.options.problem
+        bought, sent = sent_where(found)
     else:
         if not isinstance(found.problem, AllocationProblem):
             raise InvalidInputError(
@@ -275,6 +325,13 @@ def placement_of(found: Plan | AllocationSolution, *, reroute: Reroute = "placed
         types = {query.name: i for i, query in enumerate(problem.query_types)}
         sent = {(types[route.query_type], numbers[route.deployment]) for route in found.routes if route.fraction > 0}
     return make_placement(make_options(problem, prune=False), bought, sent, reroute=reroute)
+
+
+def sent_where(found: AllocationSolution) -> tuple[dict[int, int], set[tuple[int, int]]]:
+    """What an answer buys, by configuration number, and the pairs of type and number where some of it is sent."""
+    options, answer = found.options, found.assignment
+    bought = {int(options.number[n]): int(answer.replicas[n]) for n in np.flatnonzero(answer.replicas)}
+    return bought, {(int(i), int(options.number[n])) for i, n in np.argwhere(answer.shares > 0)}
 
 
 def make_placement(
@@ -426,7 +483,10 @@ class Operations:
                 allowed = late[column] <= 1 + SLACK and first[column] <= 1 + SLACK
                 self._linear.set_bounds(column, 0.0, 1.0 if allowed else 0.0)
         columns = np.arange(len(i) + len(arrivals))
-        self._linear.set_costs(columns, np.concatenate([delay_usd, unserved_usd]))
+        costs = np.concatenate([delay_usd, unserved_usd])
+        # Dollars of each request come to more than a solver's tolerances are for.
+        scale = max(1.0, float(costs.max()) / _MOST_COST)
+        self._linear.set_costs(columns, costs / scale)
         found = self._linear.solve()
         if found is None:
             raise NoSolutionError(
@@ -443,6 +503,8 @@ class Operations:
             storage_usd=float((o.storage_usd * arrivals) @ shares.sum(axis=1)),
             delay_usd=float(delay_usd @ parts[: len(i)]),
             unserved_usd=float(unserved_usd @ unserved),
+            type_prices=scale * found.prices[: self._load].reshape(4, -1),
+            option_prices=scale * found.prices[self._load :].reshape(2, -1),
         )
 
 

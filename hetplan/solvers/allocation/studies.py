@@ -8,6 +8,7 @@ Table 2                        `budget_study`, `BUDGETS`
 Figures 2(d) to 2(f)           `sweep`
 Table 3                        `ablation`
 Table 5                        `runtime`
+none                           `robust_study`
 =============================  ======================================================================================
 
 A row is a dict, ready for ``pandas.DataFrame``. Where a solver finds nothing, what it would have given is NaN.
@@ -17,16 +18,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
 from hetplan.errors import InfeasibleError, NoSolutionError
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
+from hetplan.problem.robust import Robust
 from hetplan.solvers.allocation.build import build_allocation_plan
-from hetplan.solvers.allocation.scenarios import Reroute, ScenarioResult, evaluate
+from hetplan.solvers.allocation.options import make_options
+from hetplan.solvers.allocation.robust import solve_robust
+from hetplan.solvers.allocation.scenarios import Reroute, ScenarioResult, evaluate, make_placement, sent_where
 from hetplan.solvers.base import AllocationSolution, get_allocation_solver
 
 Row = dict[str, Any]
@@ -42,6 +46,8 @@ BUDGETS: Mapping[str, tuple[float, float]] = {
     "S5": (72.0, 5.0),
 }
 RAISED = ("image", "video")
+# Factor on delays and errors at which limits are the tightest tried, and halvings of what is between it and 1.
+_TIGHTEST, _HALVINGS = 2.5, 7
 _MECHANISMS: Mapping[str, Mapping[str, bool]] = {
     "all": {},
     "without m1": {"m1": False},
@@ -172,16 +178,8 @@ def sweep(
     """
     rows = []
     for delay, error, budget, price in itertools.product(delay_limits, error_limits, budgets, prices):
-        other = problem.replace(
+        other = _scaled(problem, delay, error).replace(
             budget_usd=problem.budget_usd * budget,
-            query_types=tuple(
-                q.replace(
-                    delay_limit_s=q.delay_limit_s * delay,
-                    ttft_limit_s=None if q.ttft_limit_s is None else q.ttft_limit_s * delay,
-                    error_limit=q.error_limit * error,
-                )
-                for q in problem.query_types
-            ),
             tiers=tuple(t.replace(usd_per_hour=t.usd_per_hour * price) for t in problem.tiers),
             configurations=tuple(c.replace(usd_per_hour=c.usd_per_hour * price) for c in problem.configurations),
         )
@@ -213,6 +211,114 @@ def runtime(problem: AllocationProblem, *, solvers: Sequence[str] = SOLVERS, tim
         bound = np.nan if found is None or found.bound is None else found.bound
         rows.append({"solver": solver, "elapsed_s": elapsed_s, "nominal_usd": _usd(found), "bound_usd": bound})
     return rows
+
+
+def robust_study(
+    problem: AllocationProblem,
+    *,
+    extra_costs: Sequence[float] = (0.05, 0.10, 0.20),
+    stress: float = 1.5,
+    training_scenarios: int = 50,
+    training_seed: int = 0,
+    scenarios: int = 500,
+    seed: int = 1,
+    time_limit_s: float = 60.0,
+    on_progress: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Robust plans beside cheapest ones that may cost as much more, under stress and scenarios that none has seen.
+
+    Parameters
+    ----------
+    extra_costs : sequence of float
+        What plans may cost more than the optimum, as a share of it.
+    stress : float
+        Factor on every delay and error, in training and after it.
+    training_scenarios, training_seed : int
+        What the robust plans are made against.
+    scenarios, seed : int
+        What all plans are judged by; the seed is another one than in training.
+    time_limit_s : float
+        Of each solve.
+    on_progress : callable, optional
+        Called with what is done next.
+
+    Returns
+    -------
+    list of dict
+        ``plan``, ``extra_cost``, ``nominal_usd``, ``elapsed_s``, and under each way to send types elsewhere
+        (``placed``, ``any``) ``mean_usd``, ``half_width_usd`` and ``violation_rate``, with the way before the name.
+        Plans are "exact" (at no extra cost), "budget raised" (the optimum under a budget raised by the extra cost),
+        "limits tightened" (the optimum under limits on delay and error that are tightened until it costs as much more)
+        and "robust".
+    """
+    options = make_options(problem, prune=False)
+
+    def judged(name: str, extra_cost: float, began: float, found: AllocationSolution | None) -> Row:
+        row: Row = {"plan": name, "extra_cost": extra_cost, "nominal_usd": _usd(found)}
+        row["elapsed_s"] = time.perf_counter() - began
+        for reroute in get_args(Reroute):
+            means = dict.fromkeys(("mean_usd", "half_width_usd", "violation_rate"), np.nan)
+            if found is not None:
+                # Of another problem than the one it is judged in, where that had other limits.
+                placement = make_placement(options, *sent_where(found), reroute=reroute)
+                result = evaluate(placement, scenarios=scenarios, seed=seed, stress=stress)
+                means = {name: getattr(result, name) for name in means}
+            row |= {f"{reroute}_{name}": value for name, value in means.items()}
+        return row
+
+    def tell(doing: str) -> None:
+        if on_progress is not None:
+            on_progress(doing)
+
+    tell("exact")
+    began = time.perf_counter()
+    optimum = _solved(problem, "milp", time_limit_s)
+    rows = [judged("exact", 0.0, began, optimum)]
+    for extra_cost in extra_costs if optimum is not None else ():
+        limit_usd = (1 + extra_cost) * _usd(optimum)
+        tell(f"+{extra_cost:.0%}: budget raised")
+        began = time.perf_counter()
+        raised = problem.replace(budget_usd=problem.budget_usd + extra_cost * _usd(optimum))
+        rows.append(judged("budget raised", extra_cost, began, _solved(raised, "milp", time_limit_s)))
+        tell(f"+{extra_cost:.0%}: limits tightened")
+        began = time.perf_counter()
+        tight = _tightest(problem, optimum, limit_usd, time_limit_s)
+        rows.append(judged("limits tightened", extra_cost, began, tight))
+        tell(f"+{extra_cost:.0%}: robust")
+        began = time.perf_counter()
+        robust = Robust(scenarios=training_scenarios, seed=training_seed, stress=stress, max_extra_cost=extra_cost)
+        found = solve_robust(problem, robust, time_limit_s=time_limit_s)
+        rows.append(judged("robust", extra_cost, began, found))
+    return rows
+
+
+def _tightest(
+    problem: AllocationProblem, optimum: AllocationSolution | None, limit_usd: float, time_limit_s: float
+) -> AllocationSolution | None:
+    """The optimum under the tightest limits on delay and error at which it costs no more than a number of dollars."""
+    best, loosest, tightest = optimum, 1.0, _TIGHTEST
+    for _ in range(_HALVINGS):
+        factor = (loosest + tightest) / 2
+        found = _solved(_scaled(problem, 1 / factor, 1 / factor), "auto", time_limit_s)
+        if found is not None and found.assignment.usd <= limit_usd:
+            best, loosest = found, factor
+        else:
+            tightest = factor
+    return best
+
+
+def _scaled(problem: AllocationProblem, delay: float, error: float) -> AllocationProblem:
+    """With factors on the limits of every type."""
+    return problem.replace(
+        query_types=tuple(
+            q.replace(
+                delay_limit_s=q.delay_limit_s * delay,
+                ttft_limit_s=None if q.ttft_limit_s is None else q.ttft_limit_s * delay,
+                error_limit=q.error_limit * error,
+            )
+            for q in problem.query_types
+        )
+    )
 
 
 def _solved(problem: AllocationProblem, solver: str, time_limit_s: float, **options: bool) -> AllocationSolution | None:
