@@ -1,7 +1,8 @@
 """Compile the searches and the checker once per installation: ``python -m hetplan.precompile``, one to two minutes.
 
 Without it the first ``optimize`` takes some 20 s longer, the first of a large inventory 40 s more, the first of an
-allocation problem 50 s, the first ``simulate`` 20 s, and the first ``verify`` of a plan whose bound is proven by prices another 40 s.
+allocation problem 50 s, the first ``simulate`` 20 s, and the first ``verify`` of a plan whose bound is proven by prices
+another 40 s.
 """
 
 from __future__ import annotations
