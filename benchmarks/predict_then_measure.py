@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +16,7 @@ def predict_then_measure() -> None:
     """Prefill and decode steps of two decoders in vLLM; the calibration has seen neither."""
     from calibrated import DECODERS, calibrate_this_cpu, error, variables
     from environment import vllm_environment
+    from lived_through import live_through
 
     from hetplan.calibration.engine_steps import kernel_seconds
     from hetplan.calibration.vllm_decoder import time_decoders
@@ -43,5 +45,10 @@ def predict_then_measure() -> None:
     print("\nMedian error of the rounds:")
     for (hidden, batch, phase), found in ratios.items():
         print(f"- hidden {hidden}, batch {batch}, {phase}: {median(found) - 1:+.0%}")
+    print("\nA small trace against the server, simulated over measured means:")
+    for number in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as folder:
+            lived = live_through(environment, calibration, Path(folder) / "out", seed=number)
+        print(f"- round {number + 1}: TTFT {lived.ratio('ttft'):.2f}, TPOT {lived.ratio('tpot'):.2f}", flush=True)
     for seconds, steps_s in taken:
         print(f"calibration: {seconds:.0f} s, of which {steps_s:.0f} s for whole steps (the paper: 204 to 500 s a GPU)")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from calibrated import calibrate_this_cpu
 from environment import tiny_model, vllm_environment
 from servers import Cluster
 
@@ -31,7 +32,20 @@ def model(environment: Path) -> Path:
     return tiny_model(environment)
 
 
-def local_plan(model: Path, splits: list[list[int]]) -> hp.Plan:
+@pytest.fixture(scope="session")
+def calibration(environment: Path) -> hp.Calibration:
+    """This CPU's, measured once for all tests."""
+    return calibrate_this_cpu(environment).calibration
+
+
+def local_plan(
+    model: Path,
+    splits: list[list[int]],
+    *,
+    workload: hp.Workload = WORKLOAD,
+    calibrations: Mapping[str, hp.Calibration] | None = None,
+    memory_share: float = MEMORY_SHARE,
+) -> hp.Plan:
     """One pipeline per list of layers per stage, a machine for each stage, within vLLM's limits."""
     problem = make_problem(
         model=model,
@@ -39,10 +53,11 @@ def local_plan(model: Path, splits: list[list[int]]) -> hp.Plan:
         market="owned",
         provider="local",
         region="here",
-        workload=WORKLOAD,
+        workload=workload,
+        calibrations=calibrations,
         engine="vllm-0.32",
         max_model_len=1024,
-        gpu_memory_utilization=MEMORY_SHARE,
+        gpu_memory_utilization=memory_share,
         max_num_seqs=16,
         max_num_batched_tokens=2048,
     )

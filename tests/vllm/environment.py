@@ -17,13 +17,14 @@ VERSION = "0.32.0"
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("HETPLAN_CACHE", Path.home() / ".cache" / "hetplan"))
 
-_TINY_MODEL = """
+_RANDOM_LLAMA = """
 import sys
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 torch.manual_seed(0)
+hidden, inner, heads = map(int, sys.argv[2:])
 vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 for special in ("<unk>", "<s>", "</s>"):
     vocabulary[special] = len(vocabulary)
@@ -35,8 +36,8 @@ tokenizer.decoder = decoders.ByteLevel()
 names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(sys.argv[1])
 config = LlamaConfig(
-    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=4, max_position_embeddings=2048, bos_token_id=vocabulary["<s>"],
+    vocab_size=512, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=8, num_attention_heads=heads,
+    num_key_value_heads=heads // 2, max_position_embeddings=2048, bos_token_id=vocabulary["<s>"],
     eos_token_id=vocabulary["</s>"], tie_word_embeddings=False, initializer_range=0.08,
 )
 LlamaForCausalLM(config).to(torch.float32).save_pretrained(sys.argv[1], safe_serialization=True)
@@ -82,11 +83,21 @@ def vllm_environment() -> Path:
 
 def tiny_model(environment: Path) -> Path:
     """A random Llama of 5 million parameters with a byte tokenizer, in fp32."""
-    folder = CACHE / "models" / "tiny-llama-1"
+    return _random_llama(environment, "tiny-llama-1", 256, 512, 8)
+
+
+def small_model(environment: Path) -> Path:
+    """One of 95 million: its steps take longer than what the server does beside them."""
+    return _random_llama(environment, "small-llama-1", 1024, 2816, 16)
+
+
+def _random_llama(environment: Path, name: str, *sizes: int) -> Path:
+    """Eight layers of a hidden size, an intermediate size and so many heads."""
+    folder = CACHE / "models" / name
     with _lock("models"):
         if not (folder / "model.safetensors").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _run(environment / "bin" / "python", "-c", _TINY_MODEL, folder)
+            _run(environment / "bin" / "python", "-c", _RANDOM_LLAMA, folder, *map(str, sizes))
     return folder
 
 

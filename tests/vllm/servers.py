@@ -79,9 +79,20 @@ def stream(port: int, prompt: Sequence[int], tokens: int, into: list[int]) -> No
                 into += json.loads(line[6:])["choices"][0].get("token_ids") or []
 
 
-def _post(port: int, prompt: Sequence[int], tokens: int, *, stream: bool) -> Any:
+def token_times(port: int, prompt: Sequence[int], tokens: int, model: str) -> list[float]:
+    """When each token of an answer came, on `time.perf_counter`."""
+    times: list[float] = []
+    with _post(port, prompt, tokens, stream=True, model=model) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                times += [now] * len(json.loads(line[6:])["choices"][0].get("token_ids") or [])
+    return times
+
+
+def _post(port: int, prompt: Sequence[int], tokens: int, *, stream: bool, model: str = "tiny-llama-1") -> Any:
     body = {
-        "model": "tiny-llama-1",
+        "model": model,
         "prompt": list(prompt),
         "max_tokens": tokens,
         "temperature": 0,

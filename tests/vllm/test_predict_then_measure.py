@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from calibrated import DECODERS, calibrate_this_cpu, error, variables
+from calibrated import DECODERS, error, variables
 
 from hetplan.calibration.engine_steps import kernel_seconds
 from hetplan.calibration.vllm_decoder import Decoder, time_decoders
@@ -13,11 +12,6 @@ from hetplan.catalog.calibration import Calibration
 
 # Others use the machine; benchmarks/predict_then_measure.py prints what a quiet one shows.
 SLACK = 2.0
-
-
-@pytest.fixture(scope="module")
-def calibration(environment: Path) -> Calibration:
-    return calibrate_this_cpu(environment).calibration
 
 
 def test_the_calibration_says_what_it_was_measured_on(calibration: Calibration, tmp_path: Path) -> None:
