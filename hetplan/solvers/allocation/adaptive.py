@@ -45,9 +45,11 @@ from hetplan.solvers.allocation.groups import (
     Table,
     assignment_of,
     become,
+    bool_,
     compiled,
     copy_of,
     fits,
+    int_,
     is_idle,
     make_table,
     new_copies,
@@ -196,7 +198,7 @@ def _one_ordering(table: Table, state: State, order: IntArray, coverage_budget: 
     _consolidate(table, state)
     for p in range(state.pairs.size):
         if state.pairs[p].level >= 0 and is_idle(state, p):
-            set_level(table, state, p, -1)
+            set_level(table, state, p, int_(-1))
     return recompute(table, state)
 
 
@@ -256,10 +258,10 @@ def _consolidate(table: Table, state: State) -> None:
         for i in range(types):
             if state.shares[i, p] > 0:
                 take_away(table, other, i, p)
-        set_level(table, other, p, -1)
+        set_level(table, other, p, int_(-1))
         for i in range(types):
             if state.shares[i, p] > 0:
-                serve(table, other, i, True, p)
+                serve(table, other, i, bool_(True), p)
         other_usd = recompute(table, other)
         if other_usd < usd - _BETTER_USD:
             become(state, other)

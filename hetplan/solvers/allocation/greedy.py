@@ -42,9 +42,11 @@ from hetplan.solvers.allocation.groups import (
     State,
     Table,
     assignment_of,
+    bool_,
     compiled,
     effective_coverage,
     fits,
+    int_,
     make_table,
     new_copies,
     nothing_yet,
@@ -150,7 +152,7 @@ def construct(table: Table, state: State, order: IntArray, coverage_budget: floa
     """Both phases, from an empty state, with the types of the second in an order."""
     open_for_coverage(table, state, coverage_budget)
     for i in order:
-        serve(table, state, i, False, -1)
+        serve(table, state, i, bool_(False), int_(-1))
 
 
 @compiled  # type: ignore[untyped-decorator, unused-ignore]

@@ -16,6 +16,9 @@ from hetplan.solvers.allocation.assignment import Assignment, total_usd
 from hetplan.solvers.allocation.options import SLACK, FloatArray, IntArray, Options
 
 compiled = njit(cache=True, error_model="numpy", nogil=True)
+# A value written out is a type of its own to the compiler: functions called with one would be compiled once more.
+int_: Any = np.int64
+bool_: Any = np.bool_
 # Rounding that limits are held within: a tenth of what answers are checked against.
 ROUNDING = 1e-10
 # A share below this is none.
@@ -357,7 +360,7 @@ def take_away(table: Table, state: State, i: int, p: int) -> None:
         state.totals[1] -= table.pairs[p].gb
         state.totals[2] -= table.pairs[p].usd
     if is_idle(state, p):
-        set_level(table, state, p, -1)
+        set_level(table, state, p, int_(-1))
 
 
 @compiled  # type: ignore[untyped-decorator, unused-ignore]
