@@ -1,4 +1,4 @@
-"""Replicas that serve requests step by step, compiled: continuous batching as vLLM schedules it.
+"""Replicas that serve requests step by step, compiled (over 500 lines: one state that all of it changes).
 
 A step first gives each running sequence, oldest first, its next token or the next part of its prompt, then admits
 waiting ones in the order of their arrival, within the step's tokens, the sequences in flight and the blocks of KV

@@ -55,7 +55,7 @@ def interval(values: NDArray[np.float64]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_server_of_equal_requests_waits_as_m_d_1(seed: int) -> None:
-    traffic = poisson(np.ones(400_000, np.int64), RHO, seed)
+    traffic = poisson(np.ones(300_000, np.int64), RHO, seed)
     mean, half = interval(waits(traffic, Limits(1, 1 << 13, 1 << 20), 1.0))
     assert half <= 0.03 * mean
     assert abs(mean - float(mg1_wait_s(RHO, 1.0, 0.0))) <= half
@@ -64,7 +64,7 @@ def test_one_server_of_equal_requests_waits_as_m_d_1(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_several_sequences_wait_as_m_m_c(seed: int) -> None:
     """Sequences in flight are the servers; a step takes the same whatever it holds."""
-    servers, tokens, count = 2, 1000, 1_000_000
+    servers, tokens, count = 2, 1000, 700_000
     drawn = np.random.default_rng(100 + seed).exponential(tokens, size=count)
     answers = np.maximum(np.rint(drawn), 1).astype(np.int64)
     mean_s = float(answers.mean()) / tokens

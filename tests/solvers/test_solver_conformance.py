@@ -82,7 +82,8 @@ CASES = [
     if (objective, cluster) != ("throughput_per_cost", "owned")
 ]
 
-pytestmark = [pytest.mark.parametrize(("solver", "objective", "cluster"), CASES)]
+# Grouped by case, so that workers side by side make each plan once.
+pytestmark = [pytest.mark.parametrize(("solver", "objective", "cluster"), CASES, scope="module")]
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 
 

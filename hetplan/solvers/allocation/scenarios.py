@@ -1,4 +1,6 @@
-"""Two-stage evaluation of an allocation: what is bought stays; delays, errors and arrivals are drawn; shares follow.
+"""Two-stage evaluation of an allocation (over 500 lines: half of them say what comes in and goes out).
+
+What is bought stays; delays, errors and arrivals are drawn; shares follow.
 
 =============================  ======================================================================================
 paper (12)                     here
