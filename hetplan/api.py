@@ -47,6 +47,7 @@ from hetplan.solvers.allocation.robust import solve_robust
 from hetplan.solvers.base import AllocationSolution, OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.solvers.compare import Comparison, compare_solvers
+from hetplan.solvers.promised import promised_plan
 from hetplan.verification import Violation, verify_plan
 from hetplan.workload.requests import Slo, Workload
 from hetplan.workload.traces import Trace
@@ -113,7 +114,8 @@ def optimize(
     region, market, provider : str
         Where a mapping's catalogued machines are rented.
     slo : Slo, optional
-        Mean-latency limits; ``latency_penalty`` is gamma of eq. 7 for a soft one.
+        Limits on mean latencies, or with ``percentile`` on those of all requests at the workload's rate, which the plan
+        is simulated for; ``latency_penalty`` is gamma of eq. 7 for a soft one.
     engine : str, optional
         Plan within an engine's limits; None plans freely.
     max_model_len : int, optional
@@ -221,6 +223,17 @@ def optimize(
             raise infeasible(problem, time_limit_s=left_s) from None
         return build_allocation_plan(found.options.problem, found, solver=solver, seed=seed)
     chosen = get_solver(solver, **options)
+    if problem.slo is not None and problem.slo.percentile is not None:
+        return promised_plan(
+            problem,
+            chosen,
+            simulated_percentiles,
+            solver_name=solver,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            warm_start=warm_start,
+            on_incumbent=on_incumbent,
+        )
     solution = chosen.solve(
         problem, time_limit_s=time_limit_s, seed=seed, warm_start=warm_start, on_incumbent=on_incumbent
     )
@@ -354,7 +367,15 @@ def verify(plan: Plan) -> list[Violation]:
     list of Violation
         Each with code, where, value and limit; empty when the plan is sound.
     """
-    return verify_plan(plan)
+    return verify_plan(plan, simulate=simulated_percentiles)
+
+
+def simulated_percentiles(plan: Plan, level: float, seed: int) -> dict[str, float]:
+    """A percentile of each latency that a plan's requests live through; see `hetplan.simulator.promised`."""
+    # The simulator is compiled.
+    from hetplan.simulator.promised import simulated_latencies
+
+    return simulated_latencies(plan, level, seed=seed)
 
 
 def estimate(plan: Plan, workload: Workload | None = None) -> PlanEstimate:
@@ -520,7 +541,7 @@ def launch(
     """
     if target != "shell":
         raise InvalidInputError(f"target is 'shell', got {target!r}")
-    violations = verify_plan(plan)
+    violations = verify(plan)
     if violations:
         raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
     if not 1024 <= first_port <= 30_000:

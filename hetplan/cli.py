@@ -266,11 +266,12 @@ def verify(
 
     def run() -> tuple[dict[str, Any], Exit]:
         import hetplan as hp
+        from hetplan.api import simulated_percentiles
         from hetplan.catalog.clusters import price_warnings
         from hetplan.verification import examine_plan
 
         loaded = hp.Plan.load(plan)
-        violations, confirmed = examine_plan(loaded)
+        violations, confirmed = examine_plan(loaded, simulate=simulated_percentiles)
         used = {offer for d in loaded.deployments for p in d.pipelines for offer in p.nodes}
         asked = loaded.problem
         listed = (

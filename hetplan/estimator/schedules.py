@@ -36,10 +36,10 @@ def static_batch(
     output_tokens: FloatArray,
 ) -> ReplicaTimes:
     """A batch that starts and ends together: one prefill of all prompts, then decode steps at their mean context."""
-    ttft = _through(problem, estimator, stages, step_work(prompts=batch, prompt_tokens=input_tokens)).sum(axis=0)
+    ttft = through(problem, estimator, stages, step_work(prompts=batch, prompt_tokens=input_tokens)).sum(axis=0)
     context = input_tokens + output_tokens / 2
     steps = np.maximum(output_tokens - 1, 0.0)
-    tpot = _through(problem, estimator, stages, step_work(sequences=batch, context=context)).sum(axis=0)
+    tpot = through(problem, estimator, stages, step_work(sequences=batch, context=context)).sum(axis=0)
     tpot = np.where(steps > 0, tpot, 0.0)
     latency = ttft + steps * tpot
     return ReplicaTimes(ttft, tpot, latency, batch * output_tokens / latency)
@@ -137,7 +137,7 @@ def _room(problem: PlacementProblem, sequences: FloatArray) -> FloatArray:
     return np.maximum(limit - sequences, limit / 2)
 
 
-def _through(
+def through(
     problem: PlacementProblem, estimator: CalibratedEstimator, stages: Sequence[StageShape], work: StepWork
 ) -> FloatArray:
     """(S, N) seconds of a step in each stage, its send included."""
@@ -160,6 +160,6 @@ def _round(
     problem: PlacementProblem, estimator: CalibratedEstimator, stages: Sequence[StageShape], work: StepWork
 ) -> FloatArray:
     """(N,) seconds until each micro-batch has made a step."""
-    each = _through(problem, estimator, stages, work)
+    each = through(problem, estimator, stages, work)
     whole = np.maximum(len(stages) * each.max(axis=0), each.sum(axis=0)) if len(stages) > 1 else each[0]
     return np.asarray(whole, dtype=np.float64)

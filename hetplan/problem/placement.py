@@ -28,7 +28,8 @@ class PlacementProblem(Frozen):
         "throughput": most requests/s from the cluster. "throughput_per_cost": most requests/s per $/h.
         "cost": least $/h that serves the workload's ``requests_per_s``.
     slo : Slo or None
-        Limits on the mean latency of a request that does not queue.
+        Limits on the mean latency of a request that does not queue; with a percentile, on that of all requests of the
+        plan at the workload's rate.
     latency_penalty : float
         gamma of eq. 7, used with a soft Slo.
     engine : EngineProfile, its name, or None
@@ -98,6 +99,11 @@ class PlacementProblem(Frozen):
                 "objective 'throughput_per_cost' divides by prices, and an owned machine has none; "
                 "give it a price_usd_per_hour or use objective 'throughput'"
             )
+        if self.slo is not None and self.slo.percentile is not None:
+            if self.workload.requests_per_s is None:
+                raise ValueError("a percentile depends on what arrives; give the workload requests_per_s")
+            if self.estimator != "calibrated":
+                raise ValueError("a percentile needs times of single engine steps; use estimator='calibrated'")
         if self.slo is not None and not self.slo.hard and self.objective == "cost":
             raise ValueError("objective 'cost' takes hard limits only; set hard=True on the Slo")
         if self.slo is not None and not self.slo.hard and self.latency_penalty == 0:
@@ -131,11 +137,10 @@ class PlacementProblem(Frozen):
                 "objective 'expected_cost' needs the interruption model, which is not there yet; use 'cost' "
                 "with spot offers, or 'throughput_per_cost'"
             )
-        slos = [self.slo, *(q.slo for q in self.workload.query_types)]
-        if any(s is not None and s.percentile is not None for s in slos):
+        if self.slo is not None and self.slo.percentile is not None:
             raise UnsupportedFeatureError(
-                "a percentile Slo needs the queueing model, which is not there yet; "
-                "leave percentile out to limit the mean"
+                "a solver by itself plans for means; hetplan.optimize answers a percentile: it judges plans by "
+                "queueing and simulates them"
             )
         if any(q.slo is not None for q in self.workload.query_types):
             raise UnsupportedFeatureError(

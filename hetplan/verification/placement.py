@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
@@ -36,6 +36,9 @@ from hetplan.verification.findings import (
 )
 
 _UNITS = {"throughput": "req/s", "throughput_per_cost": "req/s per $/h", "cost": "$/h"}
+
+# Percentiles that a plan's requests live through, by plan, level and seed: simulated elsewhere.
+Simulate = Callable[[Plan, float, int], Mapping[str, float]]
 
 # Every code that a plan of this kind can break.
 MEANINGS = COMMON | OF_PLACEMENT
@@ -65,6 +68,8 @@ class _Scene:
     estimator: Estimator
     machines: dict[str, InstanceType]
     pools: dict[str, Pool]
+    simulate: Simulate | None = None
+    known_latencies: dict[str, float] = field(default_factory=dict)
     known_figures: dict[str, _Figures] = field(default_factory=dict)
     confirmed: list[str] = field(default_factory=list)
 
@@ -82,6 +87,13 @@ class _Scene:
             for stage in pipeline.stages
         )
 
+    def percentiles(self) -> dict[str, float]:
+        """What the plan's requests live through at the promised percentile, simulated once; empty without one."""
+        slo = self.problem.slo
+        if not self.known_latencies and self.simulate is not None and slo is not None and slo.percentile is not None:
+            self.known_latencies.update(self.simulate(self.plan, slo.percentile, self.plan.provenance.seed))
+        return self.known_latencies
+
     def figures(self, where: str, pipeline: Pipeline) -> _Figures:
         """Recomputed once for each pipeline."""
         if where not in self.known_figures:
@@ -89,7 +101,9 @@ class _Scene:
         return self.known_figures[where]
 
 
-def examine_placement(plan: Plan, well_formed: bool) -> tuple[list[Violation], list[str]]:
+def examine_placement(
+    plan: Plan, well_formed: bool, simulate: Simulate | None = None
+) -> tuple[list[Violation], list[str]]:
     """What is wrong with a plan that places one model, and which bound of it is proven.
 
     Parameters
@@ -97,6 +111,8 @@ def examine_placement(plan: Plan, well_formed: bool) -> tuple[list[Violation], l
     plan : Plan
     well_formed : bool
         Every field is within its own limits. How long the proof takes is bounded only then; otherwise it is left out.
+    simulate : callable, optional
+        See `hetplan.verification.verify_plan`.
 
     Returns
     -------
@@ -116,6 +132,7 @@ def examine_placement(plan: Plan, well_formed: bool) -> tuple[list[Violation], l
                 estimator=make_estimator(problem),
                 machines={machine.name: machine for machine in problem.cluster.instance_types},
                 pools={pool.offer.name: pool for pool in problem.cluster.pools},
+                simulate=simulate,
             )
         )
         yield from ()
@@ -166,7 +183,17 @@ def _check_promises(scene: _Scene) -> Iterator[Violation]:
     """Promises that this checker cannot confirm are findings: silence would confirm them."""
     slo = scene.problem.slo
     if slo is not None and slo.percentile is not None:
-        yield found("promise_not_checkable", "problem.slo", f"the percentile {slo.percentile:g}", "means")
+        lived = scene.percentiles()
+        if not lived:
+            yield found(
+                "promise_not_checkable",
+                "problem.slo",
+                f"the percentile {slo.percentile:g} without a simulation",
+                "means",
+            )
+        for name, limit in slo.limits().items() if lived and slo.hard else ():
+            if not lived[name] <= limit * (1 + SAME):
+                yield found("slo_broken", f"P{100 * slo.percentile:g} of {name}", lived[name], limit)
     for query in scene.problem.workload.query_types:
         if query.slo is not None:
             where = f"problem.workload.{query.name}"
@@ -532,7 +559,7 @@ def _check_predictions(scene: _Scene, where: str, pipeline: Pipeline) -> Iterato
             band = f"{prediction.low:.6g} to {prediction.high:.6g}"
             yield found("band_excludes_value", here, prediction.value, band)
     slo = scene.problem.slo
-    for name, limit in slo.limits().items() if slo is not None and slo.hard else ():
+    for name, limit in slo.limits().items() if slo is not None and slo.hard and slo.percentile is None else ():
         if not figures.limited()[name] <= limit * (1 + SAME):
             yield found("slo_broken", f"{where}.{name}", figures.limited()[name], limit)
 
@@ -636,7 +663,8 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
         objective = cost
     else:
         objective = math.fsum(
-            p.count * f.requests_per_s * _penalty(problem, f) for p, f in zip(pipelines, figures, strict=True)
+            p.count * f.requests_per_s * _penalty(problem, scene.percentiles() or f.limited())
+            for p, f in zip(pipelines, figures, strict=True)
         )
         if problem.objective == "throughput_per_cost":
             objective = objective / cost if cost > 0 else math.inf
@@ -644,11 +672,11 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
         yield found("objective_differs", "objective", plan.objective, objective)
 
 
-def _penalty(problem: PlacementProblem, figures: _Figures) -> float:
+def _penalty(problem: PlacementProblem, latencies: Mapping[str, float]) -> float:
     """What eq. 7 leaves of a pipeline's worth under a soft Slo, by its worst latency."""
     if problem.slo is None or problem.slo.hard:
         return 1.0
-    worst = max(figures.limited()[name] / limit for name, limit in problem.slo.limits().items())
+    worst = max(latencies[name] / limit for name, limit in problem.slo.limits().items())
     return 1 - problem.latency_penalty * max(0.0, worst - 1)
 
 
@@ -679,13 +707,17 @@ def _check_certificate(scene: _Scene) -> Iterator[Violation]:
 
 
 def _proven(scene: _Scene, certificate: Certificate, stated: float) -> Proven:
+    problem = scene.problem
+    if problem.slo is not None and problem.slo.percentile is not None:
+        # What bounds all plans bounds those that keep a percentile.
+        problem = problem.model_copy(update={"slo": None, "latency_penalty": 0.0})
     if certificate.kind == "layer_rate":
-        bound = layer_rate_bound(scene.problem, scene.estimator, certificate.kind_weights)
+        bound = layer_rate_bound(problem, scene.estimator, certificate.kind_weights)
         return Proven(bound=bound, why="by the best rate of layers on each machine", holds=True)
     # Only this proof needs a compiler.
     from hetplan.verification.prices import proven_bound
 
-    return proven_bound(scene.problem, scene.estimator, certificate, stated)
+    return proven_bound(problem, scene.estimator, certificate, stated)
 
 
 def _check_covered(scene: _Scene) -> Iterator[Violation]:

@@ -20,7 +20,7 @@ _HISTOGRAM_BINS = 64
 
 
 class Slo(Frozen):
-    """Latency promises: limits in seconds on the mean, or on a percentile.
+    """Latency promises: limits in seconds on the mean, or on a percentile of all requests at the workload's rate.
 
     A hard limit is never broken by a returned plan; a soft one lowers the objective by
     ``latency_penalty`` times the relative excess (eq. 7 of ShuntServe).

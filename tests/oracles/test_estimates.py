@@ -107,8 +107,8 @@ def test_an_impossible_limit_states_both_sides() -> None:
 
 @pytest.mark.parametrize("slo", [hp.Slo(tpot_s=0.1, percentile=0.9), hp.Slo(ttft_s=1.0, percentile=0.5, hard=False)])
 @pytest.mark.parametrize("solver", solver_names())
-def test_a_percentile_is_refused_until_it_can_be_answered(slo: hp.Slo, solver: str) -> None:
-    with pytest.raises(hp.UnsupportedFeatureError, match="percentile"):
+def test_a_percentile_needs_a_rate(slo: hp.Slo, solver: str) -> None:
+    with pytest.raises(hp.InvalidInputError, match="give the workload requests_per_s"):
         hp.optimize(
             model="llama-3.2-1b",
             cluster={"g6.xlarge": 1},

@@ -84,7 +84,10 @@ def test_a_problem_needs_nothing_from_the_catalogue() -> None:
     "options",
     [
         {"objective": "expected_cost"},
-        {"slo": hp.Slo(ttft_s=1, percentile=0.9)},
+        {
+            "slo": hp.Slo(ttft_s=1, percentile=0.9),
+            "workload": hp.Workload(input_tokens=10, output_tokens=10, requests_per_s=1),
+        },
         {"workload": hp.Workload(query_types=[
             {"name": "a", "input_tokens": 10, "output_tokens": 10, "slo": {"ttft_s": 1.0}}])},
     ],
@@ -92,7 +95,7 @@ def test_a_problem_needs_nothing_from_the_catalogue() -> None:
 )  # fmt: skip
 def test_what_no_solver_answers_yet_says_so(options: dict[str, Any]) -> None:
     problem = problem_of(tiny_llama(), RENTED, **options)
-    with pytest.raises(hp.UnsupportedFeatureError, match=r"not there yet|needs"):
+    with pytest.raises(hp.UnsupportedFeatureError, match=r"not there yet|needs|hetplan.optimize answers"):
         problem.refuse_unsupported()
 
 
