@@ -136,7 +136,9 @@ def replica_of(run: MeasuredRun) -> Replica:
     )
 
 
-def simulate_closed_loop(loop: ClosedLoop, clients: LoadGenerator | None = None, *, seed: int = 0) -> tuple[float, float]:
+def simulate_closed_loop(
+    loop: ClosedLoop, clients: LoadGenerator | None = None, *, seed: int = 0
+) -> tuple[float, float]:
     """Mean TTFT and TPOT of a row, simulated.
 
     Parameters

@@ -38,9 +38,7 @@ def test_a_row_is_read_with_its_clients(tmp_path: Path, loop: ClosedLoop) -> Non
     assert (loop.slots, loop.ttft_s, loop.tpot_s) == (8, pytest.approx(0.1909), pytest.approx(0.00794))
     assert loop.clients is ONE_WAITS
     others = read_closed_loops(
-        write(
-            tmp_path, HEADER, ROW.replace("mine,trtllm", "2026_04_06_x,vllm"), ROW.replace("mine,trtllm", "x,sglang")
-        )
+        write(tmp_path, HEADER, ROW.replace("mine,trtllm", "2026_04_06_x,vllm"), ROW.replace("mine,trtllm", "x,sglang"))
     )
     assert [one.clients for one in others] == [INFERENCEMAX, PLAIN]
 
