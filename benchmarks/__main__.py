@@ -1,4 +1,4 @@
-"""Speed and growth of the planners, best of three, ratios against a reference in the same run."""
+"""Speed and growth of the planners and the simulator, best of three, ratios against a reference in the same run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks.allocation import allocation
 from benchmarks.clusters import GPUS_24, GPUS_76, WORKLOAD
 from benchmarks.placement import placement
 from benchmarks.predict_then_measure import predict_then_measure
+from benchmarks.simulator import simulator
 from hetplan.api import make_problem
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.placement.dp_beam import DpBeam
@@ -151,7 +152,7 @@ def demo() -> None:
 
 def main() -> None:
     """Run all, or those named on the command line."""
-    sections = {f.__name__: f for f in (algorithm_1, growth, auto, placement, allocation, predictions, demo)}
+    sections = {f.__name__: f for f in (algorithm_1, growth, auto, placement, allocation, predictions, simulator, demo)}
     # Only when named: they need vLLM's environment.
     engines = {f.__name__: f for f in (predict_then_measure,)}
     for name in sys.argv[1:] or sections:

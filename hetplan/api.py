@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -409,6 +410,7 @@ def simulate(
     routing: Literal["round_robin", "least_loaded"] = "round_robin",
     seed: int = 0,
     log_steps: int = 0,
+    until_s: float = math.inf,
     replan: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SimulationResult:
@@ -431,6 +433,8 @@ def simulate(
         Of start times and of which machine is taken. The same seed gives the same result.
     log_steps : int
         Most engine steps kept for ``write_chrome_trace``.
+    until_s : float
+        The run ends then at the latest, requests unfinished or not; cost and rates are of the time until then.
     replan : bool
         Whether a policy may have a plan made over fewer machines.
     on_progress : callable, optional
@@ -468,6 +472,7 @@ def simulate(
         routing=routing,
         seed=seed,
         log_steps=log_steps,
+        until_s=until_s,
         replan=_plan_over if replan and spot is not None else None,
         on_progress=on_progress,
     )

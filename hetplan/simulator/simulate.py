@@ -105,10 +105,13 @@ def simulate_plan(
     routing: Routing = "round_robin",
     seed: int = 0,
     log_steps: int = 0,
+    until_s: float = math.inf,
     replan: Callable[[Plan, Mapping[str, int]], Plan | None] | None = None,
     on_progress: OnProgress | None = None,
 ) -> SimulationResult:
     """See `hetplan.simulate`."""
+    if not until_s > 0:
+        raise InvalidInputError(f"until_s is a number of seconds above 0, got {until_s!r}")
     kinds = kinds_of(plan)
     fleet = Fleet(kinds, traffic, routing=routing, log_steps=log_steps)
     pipelines = [pipeline for deployment in plan.deployments for pipeline in deployment.pipelines]
@@ -120,9 +123,11 @@ def simulate_plan(
     if spot is None:
         for _, kind in names:
             fleet.add(kind)
-        _serve_all(fleet, on_progress)
+        _serve_all(fleet, until_s, on_progress)
         finish = fleet.requests["finish_s"]
         end_s = float(np.nanmax(finish)) if not np.isnan(finish).all() else 0.0
+        if not fleet.idle:
+            end_s = until_s
         cost = (plan.cost_usd_per_hour - plan.egress_usd_per_hour) * end_s / SECONDS_PER_HOUR
         return SimulationResult(
             end_s=end_s,
@@ -133,16 +138,16 @@ def simulate_plan(
             busy_s=fleet.replicas["busy_s"].copy(),
             steps=fleet.log,
         )
-    return _with_spot(plan, fleet, kinds, pipelines, names, spot, seed, replan, on_progress)
+    return _with_spot(plan, fleet, kinds, pipelines, names, spot, seed, until_s, replan, on_progress)
 
 
-def _serve_all(fleet: Fleet, on_progress: OnProgress | None) -> None:
+def _serve_all(fleet: Fleet, until_s: float, on_progress: OnProgress | None) -> None:
     """To the end, telling now and then how far it is."""
     if on_progress is not None and not fleet.traffic.clients:
-        for until in np.linspace(0, fleet.traffic.arrival_s[-1], _SLICES)[1:].tolist():
+        for until in np.linspace(0, min(fleet.traffic.arrival_s[-1], until_s), _SLICES)[1:].tolist():
             fleet.advance(until)
             on_progress(int(np.searchsorted(fleet.traffic.arrival_s, until)), len(fleet.traffic))
-    fleet.advance(math.inf)
+    fleet.advance(until_s)
     if on_progress is not None:
         on_progress(len(fleet.traffic), len(fleet.traffic))
 
@@ -155,6 +160,7 @@ def _with_spot(
     names: list[tuple[str, int]],
     spot: SpotScenario,
     seed: int,
+    until_s: float,
     replan: Callable[[Plan, Mapping[str, int]], Plan | None] | None,
     on_progress: OnProgress | None,
 ) -> SimulationResult:
@@ -197,7 +203,7 @@ def _with_spot(
         seed=seed,
         replan=_over_pools(plan, replan),
     )
-    run.run(on_progress=on_progress)
+    run.run(until_s=until_s, on_progress=on_progress)
     end_s = run.end_s
     return SimulationResult(
         end_s=end_s,

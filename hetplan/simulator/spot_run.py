@@ -181,16 +181,18 @@ class SpotRun:
 
     # ---- time
 
-    def run(self, *, on_progress: OnProgress | None = None) -> None:
-        """Serve until nothing is left to do, or nothing that is left can be done any more."""
+    def run(self, *, until_s: float = math.inf, on_progress: OnProgress | None = None) -> None:
+        """Serve until nothing is left to do, nothing that is left can be done any more, or the time is over."""
         tick_s = self.policy.tick_s
         next_tick = tick_s if tick_s is not None else math.inf
         # What a market lacked at the start is asked for at once.
         self._decide(Tick(0.0))
         while True:
-            due = min([self.market.next_change_s(), next_tick, *(t for life in self.lives for t in _due(life))])
+            due = min(
+                [self.market.next_change_s(), next_tick, until_s, *(t for life in self.lives for t in _due(life))]
+            )
             self.fleet.advance(due)
-            if self.fleet.idle and not self.fleet.held:
+            if (self.fleet.idle and not self.fleet.held) or due >= until_s:
                 break
             if self._hopeless(due):
                 self._note(due, "ended", "run", "requests wait for machines that do not come back")

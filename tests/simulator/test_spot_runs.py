@@ -163,3 +163,19 @@ def test_a_smaller_plan_serves_while_machines_are_missing(policy: str) -> None:
     assert any(event.kind == "plan" for event in runs[True].happenings)
     assert runs[True].answered == len(traffic)
     assert runs[True].percentile("e2e_s", 0.9) < runs[False].percentile("e2e_s", 0.9)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("spot", [False, True])
+def test_a_run_that_is_halted_is_the_beginning_of_the_whole_one(
+    plan: hp.Plan, traffic: hp.Traffic, spot: bool
+) -> None:
+    asked = {"spot": market(0), "policy": "both"} if spot else {}
+    whole = hp.simulate(plan, traffic, **asked)  # type: ignore[arg-type]
+    part = hp.simulate(plan, traffic, until_s=700.0, **asked)  # type: ignore[arg-type]
+    assert part.end_s == 700.0
+    ended = whole.table["finish_s"] <= 700.0
+    assert part.answered == ended.sum()
+    assert np.array_equal(part.table["finish_s"][ended], whole.table["finish_s"][ended])
+    assert 0 < part.cost_usd < whole.cost_usd
+    with pytest.raises(hp.InvalidInputError, match="until_s"):
+        hp.simulate(plan, traffic, until_s=0.0)
