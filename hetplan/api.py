@@ -37,7 +37,7 @@ from hetplan.estimator.replica import Replica, Schedule, make_replica
 from hetplan.launchers.shell import write_shell
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
-from hetplan.problem.placement import EstimatorName, Objective, PlacementProblem
+from hetplan.problem.placement import EstimatorName, Handling, Objective, PlacementProblem
 from hetplan.problem.robust import Robust
 from hetplan.simulator.availability import Availability
 from hetplan.simulator.results import SimulationResult
@@ -48,6 +48,7 @@ from hetplan.solvers.allocation.robust import solve_robust
 from hetplan.solvers.base import AllocationSolution, OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
 from hetplan.solvers.compare import Comparison, compare_solvers
+from hetplan.solvers.expected import expected_cost_plan
 from hetplan.solvers.promised import promised_plan
 from hetplan.verification import Violation, verify_plan
 from hetplan.workload.requests import Slo, Workload
@@ -83,6 +84,7 @@ def optimize(
     gpu_memory_utilization: float = 0.9,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    handling: Handling = "both",
     calibrations: Mapping[str, Calibration] | None = None,
     warm_start: Plan | None = None,
     on_incumbent: OnIncumbent | None = None,
@@ -102,7 +104,9 @@ def optimize(
     workload : Workload
         What arrives.
     objective : str
-        "throughput" (req/s), "throughput_per_cost" (req/s per $/h) or "cost" ($/h for the workload's rate).
+        "throughput" (req/s), "throughput_per_cost" (req/s per $/h), "cost" ($/h for the workload's rate) or
+        "expected_cost" ($ for a million output tokens with interruptions of spot machines, whose offers state
+        ``interruptions_per_hour``).
     solver : str
         "auto", "exact", "dp-beam", "even", or a planner of another paper: "alpaserve", "helix", "hexgen", "spotserve";
         for an allocation problem "auto", "milp", "gh" or "agh";
@@ -125,6 +129,9 @@ def optimize(
         Other number formats than the checkpoint's, such as "fp8".
     gpu_memory_utilization, max_num_seqs, max_num_batched_tokens
         As vLLM's flags of those names.
+    handling : "none", "migration", "concurrent" or "both"
+        What is done about interruptions, for "expected_cost": whether requests keep their tokens, and whether the
+        replacement starts at the notice.
     calibrations : mapping of str to Calibration, optional
         Own calibrations by GPU name, instead of the shipped ones.
     warm_start : Plan, optional
@@ -179,6 +186,7 @@ def optimize(
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            handling=handling,
         )
     else:
         given = {
@@ -195,6 +203,7 @@ def optimize(
             "kv_dtype": kv_dtype,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "handling": None if handling == "both" else handling,
             "calibrations": calibrations,
         }
         twice = [name for name, value in given.items() if value is not None]
@@ -229,6 +238,16 @@ def optimize(
             problem,
             chosen,
             simulated_percentiles,
+            solver_name=solver,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            warm_start=warm_start,
+            on_incumbent=on_incumbent,
+        )
+    if problem.objective == "expected_cost":
+        return expected_cost_plan(
+            problem,
+            chosen,
             solver_name=solver,
             time_limit_s=time_limit_s,
             seed=seed,

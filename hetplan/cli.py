@@ -76,7 +76,7 @@ def optimize(
     requests_per_s: Annotated[
         float | None, typer.Option(help="Demand, with --model; needed by objective cost.")
     ] = None,
-    objective: Annotated[str | None, typer.Option(help="throughput, throughput_per_cost or cost.")] = None,
+    objective: Annotated[str | None, typer.Option(help="throughput, throughput_per_cost, (expected_)cost.")] = None,
     solver: Annotated[
         str | None,
         typer.Option(

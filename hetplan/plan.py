@@ -261,7 +261,8 @@ class Plan(Frozen):
     status : "optimal" or "feasible"
         Optimal iff ``gap`` is at most 1e-6.
     objective, bound, gap : float
-        Objective in its own unit (req/s, req/s per $/h, $/h; $ over the horizon for an allocation), the proven bound on
+        Objective in its own unit (req/s, req/s per $/h, $/h, $ per million output tokens; $ over the horizon for an
+        allocation), the proven bound on
         it and their relative distance; a heuristic alone leaves bound and gap None.
     requests_per_s, cost_usd_per_hour, usd_per_million_output_tokens : float
         Of all pipelines kept full: the price of the machines they use and of what they send over zone links.

@@ -57,6 +57,11 @@ class Offer(Frozen):
         """Dollars an hour that enter a plan's cost: zero for owned machines without a price."""
         return self.price_usd_per_hour or 0.0
 
+    @property
+    def expected_interruptions_per_hour(self) -> float:
+        """How often a machine is taken: never where it is not spot."""
+        return (self.interruptions_per_hour or 0.0) if self.market == "spot" else 0.0
+
     def age_days(self, today: datetime.date) -> int | None:
         """Days since the price was seen; None when the source states no day."""
         return None if self.observed_on is None else (today - self.observed_on).days

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from hetplan.base import Frozen
 from hetplan.errors import InvalidInputError
+from hetplan.problem.placement import Handling
 
 __all__ = ["Handling", "InterruptionCost", "expected_excess_s", "interruption_cost", "usd_per_million_output_tokens"]
 
-Handling = Literal["none", "migration", "concurrent", "both"]
 _HOUR_S = 3600.0
 _NotNegative = Annotated[float, Field(ge=0)]
 

@@ -32,6 +32,7 @@ _PLAIN_KEYS = (
     "gpu_memory_utilization",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "handling",
 )
 _KEYS = ("model", "cluster", "workload", "slo", "calibrations", *_PLAIN_KEYS)
 # Beside an allocation problem: how it is solved.

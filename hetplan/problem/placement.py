@@ -16,6 +16,7 @@ from hetplan.errors import UnsupportedFeatureError
 from hetplan.workload.requests import Slo, Workload
 
 Objective = Literal["throughput", "throughput_per_cost", "cost", "expected_cost"]
+Handling = Literal["none", "migration", "concurrent", "both"]
 EstimatorName = Literal["calibrated", "paper"]
 
 
@@ -26,7 +27,8 @@ class PlacementProblem(Frozen):
     ----------
     objective : str
         "throughput": most requests/s from the cluster. "throughput_per_cost": most requests/s per $/h.
-        "cost": least $/h that serves the workload's ``requests_per_s``.
+        "cost": least $/h that serves the workload's ``requests_per_s``. "expected_cost": least $ for a million output
+        tokens with interruptions of spot machines, for that rate, or where none is stated of what the plan generates.
     slo : Slo or None
         Limits on the mean latency of a request that does not queue; with a percentile, on that of all requests of the
         plan at the workload's rate.
@@ -43,6 +45,11 @@ class PlacementProblem(Frozen):
         Most sequences an engine keeps running; None lets the plan choose, up to 1,024.
     max_num_batched_tokens : int or None
         Most tokens in one engine step; None takes vLLM's default for the GPU.
+    handling : "none", "migration", "concurrent" or "both"
+        What is done about interruptions, for "expected_cost"; see `hetplan.estimator.interruption.interruption_cost`.
+    start_s, start_deviation_s : float
+        Mean and standard deviation of the seconds from renting a machine until its pipeline serves, for
+        "expected_cost"; by default as ShuntServe measured it, section 7.2.4.
     calibrations : tuple of Calibration
         One for each GPU of the cluster.
     step_overheads : StepOverheads
@@ -63,6 +70,9 @@ class PlacementProblem(Frozen):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     max_num_seqs: Annotated[int, Field(gt=0, le=65536)] | None = None
     max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
+    handling: Handling = "both"
+    start_s: Annotated[float, Field(ge=0)] = 111.3
+    start_deviation_s: Annotated[float, Field(ge=0)] = 11.0
     calibrations: tuple[Calibration, ...]
     calibration_sha256: dict[str, str] = Field(default_factory=dict)
     step_overheads: StepOverheads = Field(default_factory=lambda: get_step_overheads(DEFAULT_STEP_ENGINE))
@@ -94,9 +104,14 @@ class PlacementProblem(Frozen):
             raise ValueError(f"no calibration for {', '.join(sorted(missing))}; add one for each GPU of the cluster")
         if self.objective == "cost" and self.workload.requests_per_s is None:
             raise ValueError("objective 'cost' needs a demand; give the workload requests_per_s")
-        if self.objective == "throughput_per_cost" and any(not p.offer.billed_usd_per_hour for p in self.cluster.pools):
+        if self.objective == "expected_cost":
+            self._check_interruptions()
+        per_cost = self.objective == "throughput_per_cost" or (
+            self.objective == "expected_cost" and self.workload.requests_per_s is None
+        )
+        if per_cost and any(not p.offer.billed_usd_per_hour for p in self.cluster.pools):
             raise ValueError(
-                "objective 'throughput_per_cost' divides by prices, and an owned machine has none; "
+                f"objective {self.objective!r} divides by prices, and an owned machine has none; "
                 "give it a price_usd_per_hour or use objective 'throughput'"
             )
         if self.slo is not None and self.slo.percentile is not None:
@@ -104,8 +119,8 @@ class PlacementProblem(Frozen):
                 raise ValueError("a percentile depends on what arrives; give the workload requests_per_s")
             if self.estimator != "calibrated":
                 raise ValueError("a percentile needs times of single engine steps; use estimator='calibrated'")
-        if self.slo is not None and not self.slo.hard and self.objective == "cost":
-            raise ValueError("objective 'cost' takes hard limits only; set hard=True on the Slo")
+        if self.slo is not None and not self.slo.hard and self.objective in ("cost", "expected_cost"):
+            raise ValueError(f"objective {self.objective!r} takes hard limits only; set hard=True on the Slo")
         if self.slo is not None and not self.slo.hard and self.latency_penalty == 0:
             raise ValueError("a soft Slo changes nothing with latency_penalty 0; give a latency_penalty, or hard=True")
         mean = self.workload.mean_input_tokens + self.workload.mean_output_tokens
@@ -121,6 +136,20 @@ class PlacementProblem(Frozen):
             )
         return self
 
+    def _check_interruptions(self) -> None:
+        """What is said of spot machines, and promised of them."""
+        for pool in self.cluster.pools:
+            if pool.offer.market != "spot":
+                continue
+            for name, said in (("interruptions_per_hour", "how often"), ("notice_s", "with what warning")):
+                if getattr(pool.offer, name) is None:
+                    raise ValueError(
+                        f"objective 'expected_cost' needs to know {said} {pool.offer.name} is taken; give its offer "
+                        f"{name}, or use objective 'cost'"
+                    )
+        if self.slo is not None and self.slo.percentile is not None:
+            raise ValueError("objective 'expected_cost' takes limits on means; leave percentile out, or use 'cost'")
+
     @property
     def longest_request_tokens(self) -> int:
         """Tokens of the longest request that must fit: max_model_len, else the workload's longest."""
@@ -134,8 +163,8 @@ class PlacementProblem(Frozen):
         """Raise `UnsupportedFeatureError` for what no solver answers yet."""
         if self.objective == "expected_cost":
             raise UnsupportedFeatureError(
-                "objective 'expected_cost' needs the interruption model, which is not there yet; use 'cost' "
-                "with spot offers, or 'throughput_per_cost'"
+                "a solver by itself plans without interruptions; hetplan.optimize answers 'expected_cost': it asks for "
+                "plans at derated prices and compares them"
             )
         if self.slo is not None and self.slo.percentile is not None:
             raise UnsupportedFeatureError(

@@ -34,6 +34,7 @@ from hetplan.verification.findings import (
     found,
     guarded,
 )
+from hetplan.verification.interruptions import LongRun, long_run
 
 _UNITS = {"throughput": "req/s", "throughput_per_cost": "req/s per $/h", "cost": "$/h"}
 
@@ -181,6 +182,11 @@ def _check_offers(scene: _Scene) -> Iterator[Violation]:
 
 def _check_promises(scene: _Scene) -> Iterator[Violation]:
     """Promises that this checker cannot confirm are findings: silence would confirm them."""
+    for name, pool in scene.pools.items() if scene.problem.objective == "expected_cost" else ():
+        offer = pool.offer
+        if offer.market == "spot" and (offer.interruptions_per_hour is None or offer.notice_s is None):
+            needed = "interruptions_per_hour and notice_s"
+            yield found("promise_not_checkable", f"problem.cluster.{name}", "an expected cost without them", needed)
     slo = scene.problem.slo
     if slo is not None and slo.percentile is not None:
         lived = scene.percentiles()
@@ -657,9 +663,14 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
     if problem.objective == "cost" and demand is not None and not rate >= demand * (1 - SAME):
         yield found("demand_not_met", "requests_per_s", rate, demand)
     if problem.objective == "expected_cost":
-        yield found("promise_not_checkable", "objective", "an expected cost", "throughput and cost")
-        return
-    if problem.objective == "cost":
+        runs = [(p.count, _long_run(scene, where, p)) for where, p in scene.pipelines()]
+        tokens = math.fsum(count * run.tokens_per_hour for count, run in runs)
+        wanted = tokens if demand is None else demand * problem.workload.mean_output_tokens * SECONDS_PER_HOUR
+        if not tokens >= wanted * (1 - SAME):
+            yield found("demand_not_met", "output tokens per hour after interruptions", tokens, wanted)
+        bill = math.fsum(count * run.usd_per_hour for count, run in runs)
+        objective = bill / wanted * 1e6 if wanted > 0 else math.inf
+    elif problem.objective == "cost":
         objective = cost
     else:
         objective = math.fsum(
@@ -670,6 +681,23 @@ def _check_totals(scene: _Scene) -> Iterator[Violation]:
             objective = objective / cost if cost > 0 else math.inf
     if not close(plan.objective, objective):
         yield found("objective_differs", "objective", plan.objective, objective)
+
+
+def _long_run(scene: _Scene, where: str, pipeline: Pipeline) -> LongRun:
+    """One copy with the interruptions of its machines."""
+    problem = scene.problem
+    prefill = _phase_seconds(
+        scene, pipeline, "prefill", float(pipeline.micro_batch), problem.workload.mean_prefill_tokens
+    )
+    return long_run(
+        problem,
+        [scene.pools[name].offer for name in pipeline.nodes],
+        sequences=pipeline.max_num_seqs,
+        micro_batch=pipeline.micro_batch,
+        slowest_prefill_s=max(prefill),
+        requests_per_s=scene.figures(where, pipeline).requests_per_s,
+        egress_usd_per_hour=_egress(scene, where, pipeline),
+    )
 
 
 def _penalty(problem: PlacementProblem, latencies: Mapping[str, float]) -> float:

@@ -326,7 +326,7 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
         [("problem.slo", hp.Slo(tpot_s=0.001, hard=False)), ("problem.latency_penalty", 0.1)],
     ),
     "a percentile promised": ("promise_not_checkable", sound_plan, [("problem.slo", hp.Slo(tpot_s=9, percentile=0.9))]),
-    "interruptions promised": ("promise_not_checkable", sound_plan, [("problem.objective", "expected_cost")]),
+    "interruptions promised": ("objective_differs", sound_plan, [("problem.objective", "expected_cost")]),
     "a query type's own limit": (
         "promise_not_checkable",
         sound_plan,
