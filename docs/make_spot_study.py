@@ -677,6 +677,7 @@ def markets_text(runs: Mapping[int, Mapping[str, SimulationResult]], quiet: int,
         f"markets within {P90_SLACK:.0%} of both",
         "best in so many",
     ]
+    open_ = int((~whole["parcae"]).sum())
     figure = save(market_figure(saving, slower), "spot-markets.png")
     lines = [
         claim("both save at least 26% of cost per P90 against on-demand, as in the paper's one window.",
@@ -700,7 +701,7 @@ def markets_text(runs: Mapping[int, Mapping[str, SimulationResult]], quiet: int,
         f"request with a P90 at most {P90_SLACK:.0%} above both's. Ours is the best in {counts['hetplan']} of "
         f"{len(runs)}. Where it is within that limit itself, in {int(within.sum())}, it costs {spread(regret[within])} "
         "than the best. The large regrets are against parcae, which rents no on-demand machine and so gets through a "
-        f"mild market on spot alone, but leaves requests unanswered in {int((~whole['parcae']).sum())} markets and is within the limit in "
+        f"mild market on spot alone, but leaves requests unanswered in {open_} markets and is within the limit in "
         f"{int(eligible['parcae'].sum())}: who would choose it has to know the weather beforehand. Than the best of "
         f"the others ours costs {spread(without[within])}."
     )
