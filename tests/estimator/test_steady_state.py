@@ -77,7 +77,7 @@ CASES = [
     ("llama-3.1-70b", "L4", 1, 8, PLAIN, 20, (0.056,), 0.20, 0.15),
 ]
 SEEDS = range(2)
-REQUESTS = 4000
+REQUESTS = 2500
 
 
 @pytest.mark.parametrize(("model", "gpu", "degree", "stages", "load", "most", "rates", "ttft", "tpot"), CASES)
