@@ -701,9 +701,9 @@ def markets_text(runs: Mapping[int, Mapping[str, SimulationResult]], quiet: int,
         f"request with a P90 at most {P90_SLACK:.0%} above both's. Ours is the best in {counts['hetplan']} of "
         f"{len(runs)}. Where it is within that limit itself, in {int(within.sum())}, above the best it costs "
         f"{spread(regret[within])}. The large regrets are against parcae, which rents no on-demand machine and so gets "
-        f"through a mild market on spot alone, but leaves requests unanswered in {open_} markets and is within the limit in "
-        f"{int(eligible['parcae'].sum())}: who would choose it has to know the weather beforehand. Above the best of "
-        f"the others ours costs {spread(without[within])}."
+        "through a mild market on spot alone, but leaves requests unanswered in "
+        f"{open_} markets and is within the limit in {int(eligible['parcae'].sum())}: who would choose it has to know "
+        f"the weather beforehand. Above the best of the others ours costs {spread(without[within])}."
     )
 
 

@@ -167,9 +167,7 @@ def test_a_smaller_plan_serves_while_machines_are_missing(policy: str) -> None:
 
 
 @pytest.mark.parametrize("spot", [False, True])
-def test_a_run_that_is_halted_is_the_beginning_of_the_whole_one(
-    plan: hp.Plan, traffic: hp.Traffic, spot: bool
-) -> None:
+def test_a_run_that_is_halted_is_the_beginning_of_the_whole_one(plan: hp.Plan, traffic: hp.Traffic, spot: bool) -> None:
     asked = {"spot": market(0), "policy": "both"} if spot else {}
     whole = hp.simulate(plan, traffic, **asked)  # type: ignore[arg-type]
     part = hp.simulate(plan, traffic, until_s=700.0, **asked)  # type: ignore[arg-type]
