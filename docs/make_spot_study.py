@@ -699,18 +699,18 @@ def markets_text(runs: Mapping[int, Mapping[str, SimulationResult]], quiet: int,
         + "\n".join(lines)
         + "\n\nRegret: in each market the best in hindsight is the cheapest policy among those that answer every "
         f"request with a P90 at most {P90_SLACK:.0%} above both's. Ours is the best in {counts['hetplan']} of "
-        f"{len(runs)}. Where it is within that limit itself, in {int(within.sum())}, it costs {spread(regret[within])} "
-        "than the best. The large regrets are against parcae, which rents no on-demand machine and so gets through a "
-        f"mild market on spot alone, but leaves requests unanswered in {open_} markets and is within the limit in "
-        f"{int(eligible['parcae'].sum())}: who would choose it has to know the weather beforehand. Than the best of "
-        f"the others ours costs {spread(without[within])}."
+        f"{len(runs)}. Where it is within that limit itself, in {int(within.sum())}, above the best it costs "
+        f"{spread(regret[within])}. The large regrets are against parcae, which rents no on-demand machine and so gets "
+        "through a mild market on spot alone, but leaves requests unanswered in "
+        f"{open_} markets and is within the limit in {int(eligible['parcae'].sum())}: who would choose it has to know "
+        f"the weather beforehand. Above the best of the others ours costs {spread(without[within])}."
     )
 
 
 def spread(regret: FloatArray) -> str:
     return (
         f"{regret.mean():.2%} on the average, {np.median(regret):.2%} in the middle, "
-        f"{np.quantile(regret, 0.9):.2%} at the ninetieth percentile, {regret.max():.2%} at most more"
+        f"{np.quantile(regret, 0.9):.2%} at the ninetieth percentile, {regret.max():.2%} at most"
     )
 
 
