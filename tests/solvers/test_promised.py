@@ -46,7 +46,7 @@ def test_what_is_kept_anyway_changes_nothing_and_what_is_not_costs(objective: st
     try:
         plan = verified(
             hp.optimize(
-                problem(objective, slo=hp.Slo(**{name: hard}, percentile=0.9)), solver="dp-beam", time_limit_s=0.8
+                problem(objective, slo=hp.Slo(**{name: hard}, percentile=0.9)), solver="dp-beam", time_limit_s=10
             )
         )
     except (hp.NoSolutionError, hp.InfeasibleError) as error:
@@ -63,7 +63,7 @@ def test_what_is_kept_anyway_changes_nothing_and_what_is_not_costs(objective: st
 def test_a_tail_is_kept_by_dearer_machines() -> None:
     """P99 beyond the slow machine's reach: the cheapest plan that keeps it takes the fast one."""
     slow = reached("cost", 0.9)["tpot_s"]
-    plan = hp.optimize(problem(slo=hp.Slo(tpot_s=slow / 1.5, percentile=0.99)), solver="auto", time_limit_s=1)
+    plan = hp.optimize(problem(slo=hp.Slo(tpot_s=slow / 1.5, percentile=0.99)), solver="auto", time_limit_s=8)
     assert {stage.instance_type for p in plan.deployments[0].pipelines for stage in p.stages} == {"fast"}
     assert plan.bound is not None
     assert plan.bound <= plan.objective
@@ -80,7 +80,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 def test_a_soft_percentile_lowers_the_objective() -> None:
     limit = reached("throughput", 0.9)["tpot_s"] / 1.2
     slo = hp.Slo(tpot_s=limit, percentile=0.9, hard=False)
-    plan = verified(hp.optimize(problem("throughput", slo=slo, latency_penalty=0.5), solver="even", time_limit_s=0.5))
+    plan = verified(hp.optimize(problem("throughput", slo=slo, latency_penalty=0.5), solver="even", time_limit_s=10))
     over = max(plan.provenance.parameters["simulated_tpot_s"] / limit - 1, 0.0)  # type: ignore[operator]
     assert plan.objective == pytest.approx(plan.requests_per_s * (1 - 0.5 * over))
 
