@@ -610,7 +610,8 @@ def _arrive(clock: Clock, a: Table, p: Replicas, q: Router, i: int, wanted: int,
         if crowded:
             return
         settle(clock, a, p, q, r, t)
-    _schedule(clock, a, p, q, r, t)
+    # Scheduled when all that comes at this time is there, as an engine looks at its queue between steps.
+    p.row[r].next_s = t
 
 
 @_jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -439,11 +439,13 @@ class SpotRun:
         What needs no prompt computed would all be taken up in one step, and a pipeline whose sequences are all in one
         step uses one stage at a time. So they come in as many groups as there are stages, a stage's time apart.
         """
-        later = np.zeros(len(requests))
-        sent = np.flatnonzero(self.fleet.requests["computed"][requests] > 0)
+        ready = self.fleet.requests["computed"][requests] > 0
         stages = self.fleet.stages_of(life.kind)
-        group = np.arange(len(sent)) * stages // max(len(sent), 1)
-        later[sent] = group * self._costs[life.kind].step_s / stages
+        group = np.arange(ready.sum()) * stages // max(int(ready.sum()), 1)
+        later = np.zeros(len(requests))
+        later[ready] = group * self._costs[life.kind].step_s / stages
+        # Behind them come those whose prompts are computed: before them they would keep them from their next token.
+        later[~ready] = later.max(initial=0.0)
         return later
 
     # ---- a smaller plan

@@ -58,12 +58,11 @@ class Replica:
         self.free = self.blocks
         self.stage_free_s = [0.0] * self.stages
 
-    def arrive(self, job: Job, now_s: float) -> None:
+    def arrive(self, job: Job) -> None:
         if -(-(job.prompt + job.answer) // BLOCK) > self.blocks:
             job.refused = True
             return
         self.waiting.append(job)
-        self.fill(now_s)
 
     def fill(self, now_s: float) -> None:
         while len(self.steps) < self.stages and self.one_step(now_s):
@@ -156,18 +155,27 @@ class Replica:
 
 def run(replicas: list[Replica], weights: list[float], jobs: list[Job], *, least_loaded: bool = False) -> None:
     """Send jobs to replicas by weight, in turn or where least is to do, until all are answered."""
-    sent = [0] * len(replicas)
+    sent, now_s = [0] * len(replicas), 0.0
     coming = sorted(jobs, key=lambda job: (job.arrival_s, job.number))
+    # Where something came: looked at when all of the same time is there.
+    touched: set[int] = set()
     while True:
         step_s = min((step.end_s for replica in replicas for step in replica.steps), default=math.inf)
         arrival_s = coming[0].arrival_s if coming else math.inf
+        if touched and arrival_s > now_s:
+            for number in sorted(touched):
+                replicas[number].end_step(now_s)
+            touched.clear()
+            continue
         if min(step_s, arrival_s) == math.inf:
             return
+        now_s = min(step_s, arrival_s)
         if arrival_s <= step_s:
             counts = [len(r.running) + len(r.waiting) for r in replicas] if least_loaded else sent
             chosen = min(range(len(replicas)), key=lambda r: ((counts[r] + 1) / weights[r], r))
             sent[chosen] += 1
-            replicas[chosen].arrive(coming.pop(0), arrival_s)
+            replicas[chosen].arrive(coming.pop(0))
+            touched.add(chosen)
             continue
         for replica in replicas:
             if any(step.end_s == step_s for step in replica.steps):
