@@ -128,7 +128,7 @@ def _market(plan: Plan, file: Path | None, seed: int | None, duration_s: float) 
 
 
 def _document(found: SimulationResult) -> dict[str, Any]:
-    from hetplan.simulator.results import LATENCIES
+    from hetplan.estimator.queueing import LATENCIES
 
     levels = (0.5, 0.9, 0.99)
     return {

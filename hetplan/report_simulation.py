@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetplan.simulator.results import LATENCIES, SimulationResult
+from hetplan.estimator.queueing import LATENCIES
+from hetplan.simulator.results import SimulationResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from pydantic import Field
 from hetplan.base import Frozen
 from hetplan.errors import InvalidInputError
 from hetplan.problem.placement import Handling
+from hetplan.units import SECONDS_PER_HOUR
 
 __all__ = ["Handling", "InterruptionCost", "expected_excess_s", "interruption_cost", "usd_per_million_output_tokens"]
 
-_HOUR_S = 3600.0
 _NotNegative = Annotated[float, Field(ge=0)]
 
 
@@ -127,7 +127,7 @@ def interruption_cost(
     excess_s = expected_excess_s(start_s, start_deviation_s, notice_s)
     lacking_s = excess_s if concurrent else start_s
     per_hour = nodes * interruptions_per_hour
-    availability = math.exp(-per_hour * lacking_s / _HOUR_S)
+    availability = math.exp(-per_hour * lacking_s / SECONDS_PER_HOUR)
     met_per_hour = per_hour * availability
     recomputed = prompt_tokens_in_flight + (output_tokens_in_flight if keeps_tokens else 0.0)
     lost = recomputed / prefill_tokens_per_s * output_tokens_per_s
@@ -140,7 +140,7 @@ def interruption_cost(
         recomputed_tokens_per_hour=met_per_hour * recomputed,
         lost_output_tokens_per_hour=met_per_hour * lost,
         overlap_machine_s_per_hour=max(overlap_s, 0.0),
-        overlap_fraction=max(overlap_s, 0.0) / (nodes * _HOUR_S),
+        overlap_fraction=max(overlap_s, 0.0) / (nodes * SECONDS_PER_HOUR),
     )
 
 
@@ -195,7 +195,7 @@ def usd_per_million_output_tokens(
     -----
     ``price (1 + overlap) / (output an hour x availability - lost output an hour)``.
     """
-    generated = output_tokens_per_s * _HOUR_S * cost.availability - cost.lost_output_tokens_per_hour
+    generated = output_tokens_per_s * SECONDS_PER_HOUR * cost.availability - cost.lost_output_tokens_per_hour
     if generated <= 0:
         return math.inf
     return price_usd_per_hour * (1 + cost.overlap_fraction) / generated * 1e6

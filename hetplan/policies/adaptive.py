@@ -12,8 +12,6 @@ from hetplan.policies.moves import choose_move, share_link
 from hetplan.policies.renting import Renting, back_to_spot, missing, price
 from hetplan.policies.situation import Actions, DefaultMove, Event, Loss, Move, Notice, Return, Situation
 
-_HOUR_S = 3600.0
-
 
 class Adaptive:
     """Concurrent initialisation; requests move by prediction; on-demand when waiting for spot would cost more.

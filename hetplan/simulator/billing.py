@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hetplan.errors import InvalidInputError, UnknownNameError
+from hetplan.units import SECONDS_PER_HOUR
 
 __all__ = ["Billing"]
 
-_HOUR_S = 3600.0
 # AWS and Google Cloud bill virtual machines by the second, the first 60 seconds in any case.
 _LEAST_S = 60.0
 
@@ -123,7 +123,7 @@ class Billing:
                 # Rounded first: a sum of seconds may lie a hair above a whole one.
                 whole = math.ceil(round(min(lease.stop_s, until_s) - lease.start_s, 6))
                 seconds = max(whole, self._least_s)
-                yield lease, seconds * self._usd_per_hour[lease.pool, lease.market] / _HOUR_S
+                yield lease, seconds * self._usd_per_hour[lease.pool, lease.market] / SECONDS_PER_HOUR
 
     @staticmethod
     def _sums(parts: Iterator[tuple[K, float]]) -> dict[K, float]:

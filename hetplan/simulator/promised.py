@@ -7,10 +7,9 @@ import math
 import numpy as np
 
 from hetplan.errors import InvalidInputError
-from hetplan.estimator.queueing import plan_steady_states
+from hetplan.estimator.queueing import LATENCIES, plan_steady_states
 from hetplan.plan import Plan
 from hetplan.simulator.engine import DONE
-from hetplan.simulator.results import LATENCIES
 from hetplan.simulator.simulate import simulate_plan
 from hetplan.simulator.traffic import Traffic
 

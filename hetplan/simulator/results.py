@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hetplan.errors import InvalidInputError
+from hetplan.estimator.queueing import LATENCIES
 from hetplan.simulator.engine import DONE, REFUSED, STEP, Table
 from hetplan.units import MILLION
 from hetplan.workload.requests import Slo
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 FloatArray = NDArray[np.float64]
-
-LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from pydantic import Field
 from hetplan.base import Frozen
 from hetplan.errors import InvalidInputError
 from hetplan.simulator.availability import Availability
+from hetplan.units import SECONDS_PER_HOUR
 
 __all__ = ["HIGH_END", "MID_TIER", "MarketRates", "spot_market"]
 
 _Rate = Annotated[float, Field(ge=0)]
-_HOUR_S = 3600.0
 # The market runs this long before time 0, so that it starts in its own balance: many times the longest spell.
-_WARM_UP_S = 5 * 24 * _HOUR_S
+_WARM_UP_S = 5 * 24 * SECONDS_PER_HOUR
 
 
 class MarketRates(Frozen):
@@ -57,8 +57,8 @@ class MarketRates(Frozen):
 # with correlation 0.3, by the stationary distribution of the whole chain (hidden states x counts) and the survival of
 # its changes. A machine is then available for 90% of the time.
 MID_TIER = MarketRates(
-    plenty_s=8 * _HOUR_S,
-    scarce_s=_HOUR_S,
+    plenty_s=8 * SECONDS_PER_HOUR,
+    scarce_s=SECONDS_PER_HOUR,
     plenty_leave_per_hour=0.0491,
     plenty_return_per_hour=6.0,
     scarce_leave_per_hour=3.0,
@@ -66,7 +66,9 @@ MID_TIER = MarketRates(
 )
 # H100 was available for 28.64% of six days (ShuntServe, section 2.2): the length of plenty is fitted to that for a pool
 # of one machine with scarce spells of 8 hours, the other rates as above but for hardly any return while scarce.
-HIGH_END = MID_TIER.replace(plenty_s=2.96 * _HOUR_S, scarce_s=8 * _HOUR_S, scarce_return_per_hour=0.02)
+HIGH_END = MID_TIER.replace(
+    plenty_s=2.96 * SECONDS_PER_HOUR, scarce_s=8 * SECONDS_PER_HOUR, scarce_return_per_hour=0.02
+)
 
 
 def spot_market(
@@ -154,8 +156,8 @@ class _Chain:
         self.capacity = capacity
         self.scarce_fraction = np.array([kind.scarce_fraction for kind in kinds])
         # Row 0 while plenty, row 1 while scarce; per second.
-        self.leave = np.array([[k.plenty_leave_per_hour, k.scarce_leave_per_hour] for k in kinds]).T / _HOUR_S
-        self.back = np.array([[k.plenty_return_per_hour, k.scarce_return_per_hour] for k in kinds]).T / _HOUR_S
+        self.leave = np.array([[k.plenty_leave_per_hour, k.scarce_leave_per_hour] for k in kinds]).T / SECONDS_PER_HOUR
+        self.back = np.array([[k.plenty_return_per_hour, k.scarce_return_per_hour] for k in kinds]).T / SECONDS_PER_HOUR
         common = 2 * correlation / (1 + correlation)
         epochs = np.array([1 / kind.plenty_s + 1 / kind.scarce_s for kind in kinds])
         # Without correlation there is no common epoch, and each pool has its own rate.

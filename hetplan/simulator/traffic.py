@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hetplan.errors import InvalidInputError
-from hetplan.workload.requests import QueryType, TokenDistribution, Workload
+from hetplan.workload.requests import TokenDistribution, Workload
 from hetplan.workload.traces import Trace
 
 FloatArray = NDArray[np.float64]
@@ -236,7 +236,7 @@ def _lengths(
         prompt[own] = _draw(query.input_tokens, own.size, generator)
         answer[own] = _draw(query.output_tokens, own.size, generator)
         cached[own] = np.floor(prompt[own] * query.prefix_cache_hit_rate).astype(np.int64)
-    return prompt, answer, cached, which, tuple(_name(query) for query in workload.query_types)
+    return prompt, answer, cached, which, tuple(query.name for query in workload.query_types)
 
 
 def _draw(lengths: TokenDistribution, count: int, generator: np.random.Generator) -> IntArray:
@@ -244,10 +244,6 @@ def _draw(lengths: TokenDistribution, count: int, generator: np.random.Generator
     drawn = generator.choice(np.asarray(lengths.tokens), size=count, p=shares / shares.sum())
     whole: IntArray = np.maximum(np.rint(drawn), 1).astype(np.int64)
     return whole
-
-
-def _name(query: QueryType) -> str:
-    return query.name
 
 
 def _hit_rate(rate: float) -> float:
