@@ -64,6 +64,7 @@ _VLLM_FLAGS = (
     "--shutdown-timeout",
     "--distributed-executor-backend",
     "--enforce-eager",
+    "--enable-scale-out",
 )
 _VLLM_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_HOST_IP", "VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND")
 

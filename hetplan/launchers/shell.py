@@ -142,7 +142,12 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
     return {
         "model": plan.placement.model.name,
         "targets": [
-            {"pipeline": node.pipeline, "address": f"${{{node.address}}}", "port": node.port, "weight": rate}
+            {
+                "pipeline": node.pipeline,
+                "address": f"${{{node.address}:-127.0.0.1}}" if node.local else f"${{{node.address}}}",
+                "port": node.port,
+                "weight": rate,
+            }
             for node, rate in zip(heads, rates, strict=True)
         ],
     }
@@ -176,7 +181,8 @@ def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) ->
         "",
         "2. Start the scripts of a pipeline in any order; node 0 answers when all have joined.",
         "3. `./wait-ready.sh` returns when every pipeline answers on /health.",
-        "4. Send requests to the pipelines by the weights in `router.json`.",
+        "4. `hetplan router router.json` serves them at one address, 127.0.0.1:8080 unless told, by the weights in",
+        "   `router.json`; streams go on when a pipeline is lost.",
         "",
         "SIGTERM to node 0 drains: running requests finish (for up to 120 s), new ones are refused.",
         "",

@@ -142,6 +142,8 @@ def _arguments(
         flags |= {"--nnodes": nodes, "--node-rank": rank, "--master-port": _MASTER_PORT_OFFSET + port}
     if rank == 0:
         flags["--port"] = port
+        # Rendering chats to token ids and token ids to text, for the router.
+        flags["--enable-scale-out"] = None
     else:
         flags["--headless"] = None
     if local:

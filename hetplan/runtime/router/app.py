@@ -308,7 +308,7 @@ class Router:
         if entry.endpoint == "chat":
             transport = "generate"
             target = await self._tools.targets.wait(model)
-            if target.parses_chat or "tools" in work.rows or "tool_choice" in work.rows:
+            if target.parses_chat or not target.renders or "tools" in work.rows or "tool_choice" in work.rows:
                 transport = "chat"
         if (
             not work.stream

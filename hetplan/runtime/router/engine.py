@@ -17,7 +17,7 @@ from hetplan.runtime.router.targets import Target, Targets, whole
 
 _MAX_EVENT_BYTES = 64 * 2**20
 # Statuses by which an engine, or what stands before it, says that it cannot now: another may.
-_NOT_NOW = frozenset({401, 403, 408, 425, 429})
+_NOT_NOW = frozenset({401, 408, 425, 429})
 
 Transport = Literal["completions", "generate", "chat"]
 PATHS: dict[str, str] = {

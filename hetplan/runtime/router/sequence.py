@@ -232,8 +232,10 @@ class Sequence:
     def _prompt(self) -> Any:
         return self._known_prompt() or self.work.prompts[self.group]
 
-    async def decode(self, target: Target, token_ids: list[int]) -> str:
-        """Text of this answer's token ids, by an engine."""
+    async def decode(self, target: Target, token_ids: list[int]) -> str | None:
+        """Text of this answer's token ids, by an engine; None where it does not do that."""
+        if not target.renders:
+            return None
         body: dict[str, Any] = {
             "model": target.served_model,
             "generate_responses": [

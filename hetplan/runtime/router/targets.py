@@ -28,6 +28,8 @@ class Target:
     name: str
     served_model: str | None = None
     max_model_len: int | None = None
+    # What an engine without --enable-scale-out does not do: token ids of a chat, and text of token ids.
+    renders: bool = False
     parses_chat: bool = False
     healthy: bool = False
     leaving: bool = False
@@ -244,7 +246,12 @@ class Targets:
             target.served_model = first["id"]
             length = first.get("max_model_len")
             target.max_model_len = length if isinstance(length, int) and length > 0 else None
-            target.parses_chat = await self._parses_chat(target, timeout)
+            target.renders, target.parses_chat = await self._abilities(target, timeout)
+            if not target.renders:
+                self._on_event(
+                    "pipeline_does_not_render",
+                    {"pipeline": target.settings.pipeline, "next_step": "start it with --enable-scale-out"},
+                )
             await self._generates(target)
         except aiohttp.ClientConnectorError:
             return "refused"
@@ -264,10 +271,11 @@ class Targets:
             if reply.status != 200 or "choices" not in orjson.loads(await whole(reply)):
                 raise ValueError(f"no token: {reply.status}")
 
-    async def _parses_chat(self, target: Target, timeout: aiohttp.ClientTimeout) -> bool:
-        """True where an engine has a parser for tools or reasoning: then only it can tell what is content.
+    async def _abilities(self, target: Target, timeout: aiohttp.ClientTimeout) -> tuple[bool, bool]:
+        """Whether an engine turns token ids into text, and whether it has a parser for tools or reasoning.
 
-        An engine with a parser refuses to turn token ids into a message without the request that they answer.
+        An engine with a parser refuses to make a message of token ids without the chat that they answer: only it can
+        tell what is content.
         """
         body = {
             "model": target.served_model,
@@ -276,4 +284,5 @@ class Targets:
         async with self._session.post(
             f"{target.url}/v1/chat/completions/derender", json=body, headers=self._headers, timeout=timeout
         ) as reply:
-            return reply.status == 400 and b"chat_request is required" in await whole(reply)
+            content = await whole(reply)
+            return reply.status not in (403, 404, 405), b"chat_request is required" in content

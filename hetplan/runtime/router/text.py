@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-Decode = Callable[[list[int]], Awaitable[str]]
+Decode = Callable[[list[int]], Awaitable[str | None]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +54,8 @@ class ContinuedText:
     Parameters
     ----------
     decode : callable
-        Text of an answer's token ids, without what is not complete; an engine does it.
+        Text of an answer's token ids, without what is not complete; an engine does it. None where it does not: then the
+        text of the engine that continues is taken as it is.
     token_ids : list of int
         Emitted before the cut.
     sent : str
@@ -77,7 +78,7 @@ class ContinuedText:
         """Take a chunk of the engine that continues, and say what of it goes to the client."""
         if self._full is None:
             whole = await self._decode(self._ids) if self._stop.strings and self._ids else self._sent
-            self._full = whole if whole.startswith(self._sent) else self._sent
+            self._full = whole if whole is not None and whole.startswith(self._sent) else self._sent
         before = self._full
         earlier = len(self._ids)
         # A token that ends an answer is no text of it.
@@ -85,7 +86,7 @@ class ContinuedText:
         shown = token_ids[:-1] if silent else token_ids
         if not self._in_step:
             whole = await self._decode(self._ids + shown) if self._ids or shown else ""
-            if whole.startswith(before):
+            if whole is not None and whole.startswith(before):
                 right = whole[len(before) :]
                 self._in_step = bool(text) and right == text
                 text = right
@@ -111,6 +112,7 @@ class ContinuedText:
     async def _kept(self, token_ids: list[int], earlier: int, end: int) -> int:
         """How many tokens of a chunk an engine would have emitted: up to the one that completes the stop string."""
         for count in range(1, len(token_ids)):
-            if len(await self._decode(self._ids[: earlier + count])) >= end:
+            text = await self._decode(self._ids[: earlier + count])
+            if text is not None and len(text) >= end:
                 return count
         return len(token_ids)

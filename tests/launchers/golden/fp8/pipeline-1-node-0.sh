@@ -28,5 +28,6 @@ arguments=(
   --kv-cache-dtype=fp8
   --distributed-executor-backend=mp
   --port=8000
+  --enable-scale-out
 )
 exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"

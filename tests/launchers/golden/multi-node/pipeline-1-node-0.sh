@@ -30,5 +30,6 @@ arguments=(
   --node-rank=0
   --master-port=29500
   --port=8000
+  --enable-scale-out
 )
 exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"

@@ -30,5 +30,6 @@ arguments=(
   --node-rank=0
   --master-port=29501
   --port=8001
+  --enable-scale-out
 )
 exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"

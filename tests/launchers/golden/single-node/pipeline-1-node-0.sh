@@ -24,5 +24,6 @@ arguments=(
   --dtype=bfloat16
   --shutdown-timeout=120
   --port=8000
+  --enable-scale-out
 )
 exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"

@@ -26,5 +26,6 @@ arguments=(
   --shutdown-timeout=120
   --distributed-executor-backend=mp
   --port=9000
+  --enable-scale-out
 )
 exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"
