@@ -454,6 +454,15 @@ async def test_aws_a_rebalance_and_then_an_interruption_are_two_notices() -> Non
     assert [n.source for n in found] == [REBALANCE, INSTANCE_ACTION]
 
 
+@in_loop
+async def test_aws_an_interruption_goes_before_a_rebalance_seen_with_it() -> None:
+    service = Aws()
+    service.give()
+    service.rebalance = {"noticeTime": "2026-03-01T12:00:00Z"}
+    found, _ = await watched("aws", service, Clock(rounds=2))
+    assert [notice.kind for notice in found] == ["interruption", "rebalance"]
+
+
 @pytest.mark.parametrize(
     ("action", "time", "deadline", "grace_s"),
     [
