@@ -34,6 +34,7 @@ tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 tokenizer.decoder = decoders.ByteLevel()
 names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+names["chat_template"] = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\\n{% endfor %}"
 PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(sys.argv[1])
 config = LlamaConfig(
     vocab_size=512, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=8, num_attention_heads=heads,
@@ -83,12 +84,12 @@ def vllm_environment() -> Path:
 
 def tiny_model(environment: Path) -> Path:
     """A random Llama of 5 million parameters with a byte tokenizer, in fp32."""
-    return _random_llama(environment, "tiny-llama-1", 256, 512, 8)
+    return _random_llama(environment, "tiny-llama-2", 256, 512, 8)
 
 
 def small_model(environment: Path) -> Path:
     """One of 95 million: its steps take longer than what the server does beside them."""
-    return _random_llama(environment, "small-llama-1", 1024, 2816, 16)
+    return _random_llama(environment, "small-llama-2", 1024, 2816, 16)
 
 
 def _random_llama(environment: Path, name: str, *sizes: int) -> Path:

@@ -90,7 +90,7 @@ def token_times(port: int, prompt: Sequence[int], tokens: int, model: str) -> li
     return times
 
 
-def _post(port: int, prompt: Sequence[int], tokens: int, *, stream: bool, model: str = "tiny-llama-1") -> Any:
+def _post(port: int, prompt: Sequence[int], tokens: int, *, stream: bool, model: str = "tiny-llama-2") -> Any:
     body = {
         "model": model,
         "prompt": list(prompt),
