@@ -20,6 +20,7 @@ from benchmarks.clusters import GPUS_24, GPUS_76, WORKLOAD
 from benchmarks.placement import placement
 from benchmarks.predict_then_measure import predict_then_measure
 from benchmarks.simulator import simulator
+from benchmarks.soak import soak
 from hetplan.api import make_problem
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.placement.dp_beam import DpBeam
@@ -154,7 +155,7 @@ def main() -> None:
     """Run all, or those named on the command line."""
     sections = {f.__name__: f for f in (algorithm_1, growth, auto, placement, allocation, predictions, simulator, demo)}
     # Only when named: they need vLLM's environment.
-    engines = {f.__name__: f for f in (predict_then_measure,)}
+    engines = {f.__name__: f for f in (predict_then_measure, soak)}
     for name in sys.argv[1:] or sections:
         (sections | engines)[name]()
 

@@ -45,6 +45,7 @@ def local_plan(
     workload: hp.Workload = WORKLOAD,
     calibrations: Mapping[str, hp.Calibration] | None = None,
     memory_share: float = MEMORY_SHARE,
+    max_num_seqs: int = 16,
 ) -> hp.Plan:
     """One pipeline per list of layers per stage, a machine for each stage, within vLLM's limits."""
     problem = make_problem(
@@ -58,7 +59,7 @@ def local_plan(
         engine="vllm-0.32",
         max_model_len=1024,
         gpu_memory_utilization=memory_share,
-        max_num_seqs=16,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
     )
     machine, offer = problem.cluster.instance_types[0], problem.cluster.pools[0].offer.name
