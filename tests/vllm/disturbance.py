@@ -34,6 +34,8 @@ LEAST_DECODING = 5
 SPLITS = [[8], [3, 5]]
 SPLIT_PIPELINE = 2
 FIRST_PORT = 8200
+# Each pipeline can hold all streams: the one that is left has to.
+MEMORY_SHARE = 0.08
 # Below this the two best tokens are as good as equal: sums in another order, as in another batch, may swap them.
 CLOSE_MARGIN = 1e-4
 # What the client that has no router had of its answer when its pipeline was killed.
@@ -226,7 +228,7 @@ class Stand:
 
     def __init__(self, environment: Path, model: Path, folder: Path) -> None:
         self.folder, self.model = folder / "out", model.name
-        plan = local_plan(model, SPLITS, max_num_seqs=STREAMS)
+        plan = local_plan(model, SPLITS, memory_share=MEMORY_SHARE, in_flight=STREAMS)
         hp.launch(plan, out=self.folder, model=str(model), first_port=FIRST_PORT)
         config = self.folder / "router.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | ROUTER_SETTINGS))
