@@ -8,12 +8,17 @@ from pathlib import Path
 from hetplan.catalog.engines import LIMITS, EngineProfile
 from hetplan.errors import InvalidInputError
 from hetplan.launchers.names import comment, quoted
-from hetplan.launchers.vllm import HTTP_PORT, Node, model_source, nodes_of
+from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, model_source, nodes_of
 from hetplan.plan import Plan
 
 
 def shell_files(
-    plan: Plan, engine: EngineProfile, *, model: str | None = None, first_port: int = HTTP_PORT
+    plan: Plan,
+    engine: EngineProfile,
+    *,
+    model: str | None = None,
+    first_port: int = HTTP_PORT,
+    sharing: CacheSharing | None = None,
 ) -> dict[str, str]:
     """The files of the target, by name; the same plan gives the same bytes.
 
@@ -26,16 +31,18 @@ def shell_files(
         Path or Hugging Face id that the engine loads; by default the model's own id.
     first_port : int
         HTTP port of the first pipeline; the others follow.
+    sharing : CacheSharing, optional
+        How engines hand caches to each other; by default they do not.
 
     Raises
     ------
     EngineLimitError
         If the engine cannot run a pipeline; it names the limit.
     InvalidInputError
-        If a name in the plan is not fit for a command line.
+        If a name in the plan is not fit for a command line, or caches cannot be shared by its pipelines.
     """
     source = model_source(plan.placement.model, model)
-    nodes = nodes_of(plan, engine, first_port=first_port)
+    nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing)
     files = {node.script: _script(node, source) for node in nodes}
     files["wait-ready.sh"] = _wait_ready(nodes)
     files["router.json"] = json.dumps(_router(plan, nodes), indent=1) + "\n"
@@ -51,6 +58,7 @@ def write_shell(
     *,
     model: str | None = None,
     first_port: int = HTTP_PORT,
+    sharing: CacheSharing | None = None,
     dry_run: bool = False,
 ) -> list[Path]:
     """Write the files into a new or empty folder; with ``dry_run`` only say which.
@@ -60,7 +68,7 @@ def write_shell(
     InvalidInputError
         If the folder is not empty or cannot be written.
     """
-    files = shell_files(plan, engine, model=model, first_port=first_port)
+    files = shell_files(plan, engine, model=model, first_port=first_port, sharing=sharing)
     paths = [out / name for name in sorted(files)]
     if dry_run:
         return paths
@@ -99,6 +107,8 @@ def _script(node: Node, model: str) -> str:
     lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
     lines.append(f'export VLLM_HOST_IP="${node.address}"')
     lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
+    if "VLLM_NIXL_SIDE_CHANNEL_PORT" in node.variables:
+        lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_HOST="${node.address}"')
     lines += ["", "arguments=(", '  "$model"']
     if node.rank == 0:
         lines.append(f'  --host="${node.address}"')
