@@ -36,7 +36,8 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
     ) -> None:
         """Serve a plan's pipelines at one OpenAI-compatible address; streams outlive an engine.
 
-        Keys come from the environment: HETPLAN_API_KEY (clients, several with commas), VLLM_API_KEY (engines).
+        Keys come from the environment: HETPLAN_API_KEY (clients, several with commas), HETPLAN_ADMIN_KEY (notices),
+        VLLM_API_KEY (engines).
         SIGTERM drains. Events are written on stderr, a JSON object a line.
         """
 
@@ -64,6 +65,7 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
                 host=host,
                 port=port,
                 api_keys=keys,
+                admin_key=os.environ.get("HETPLAN_ADMIN_KEY") or None,
                 engine_key=os.environ.get("VLLM_API_KEY") or None,
                 on_event=_write_event,
             )
