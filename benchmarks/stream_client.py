@@ -23,10 +23,11 @@ ENDED = b"0\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked: streams of as many tokens, which start over some seconds and are dropped at the end of others."""
+    """Streams that start over some seconds and are dropped after others; ``tokens_per_s`` is the engine's rate."""
 
     port: int
     streams: int
+    tokens_per_s: float
     tokens: int
     starts_over_s: float
     drop_after_s: float
@@ -89,12 +90,12 @@ class Reader(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-def starts_s(load: Load, tokens_per_s: float) -> list[float]:
+def starts_s(load: Load) -> list[float]:
     """Evenly spread, and so that the tokens of all streams are evenly spread over one another's intervals."""
-    if load.streams == 1 or not tokens_per_s:
+    if load.streams == 1 or not load.tokens_per_s:
         return [n * load.starts_over_s / load.streams for n in range(load.streams)]
     # Of the multiples of an interval's share, the one nearest to the wish that visits every share of the interval.
-    share_s = 1 / tokens_per_s / load.streams
+    share_s = 1 / load.tokens_per_s / load.streams
     wish = max(1, round(load.starts_over_s / load.streams / share_s))
     step = next(
         n for far in range(load.streams) for n in (wish + far, wish - far) if n > 0 and math.gcd(n, load.streams) == 1
@@ -102,7 +103,7 @@ def starts_s(load: Load, tokens_per_s: float) -> list[float]:
     return [n * step * share_s for n in range(load.streams)]
 
 
-async def run(load: Load, tokens_per_s: float) -> dict[str, Any]:
+async def run(load: Load) -> dict[str, Any]:
     """Open, read, drop; arrivals by sequence and the statuses that were not 200."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -120,19 +121,18 @@ async def run(load: Load, tokens_per_s: float) -> dict[str, Any]:
         transport.abort()
 
     sequences = range(load.first_sequence, load.first_sequence + load.streams)
-    await asyncio.gather(*map(one, sequences, starts_s(load, tokens_per_s)))
+    await asyncio.gather(*map(one, sequences, starts_s(load)))
     return {
         "arrived_ns": {str(sequence): reader.arrived_ns for sequence, reader in readers.items()},
-        "refused": [reader.status for reader in readers.values() if reader.status != 200],
+        "refused": [reader.status for reader in readers.values() if reader.status not in (0, 200)],
     }
 
 
 def main() -> None:
     """One load, as JSON on the command line."""
-    asked = json.loads(sys.argv[1])
-    tokens_per_s = asked.pop("tokens_per_s")
+    load = Load(**json.loads(sys.argv[1]))
     gc.freeze()
-    json.dump(asyncio.run(run(Load(**asked), tokens_per_s)), sys.stdout)
+    json.dump(asyncio.run(run(load)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ eof           the answer ends in good order, without a reason to finish and with
 close         the connection is closed in the middle of the answer, as when the process is killed
 reset         the connection is reset
 error_event   an event with an error and ``[DONE]``, as when vLLM's engine core has died
-stall         nothing more, while the connection stays
+stall         nothing more, while the connection stays; nor do requests that come get a token, and ``/health`` is well
 http500       a reset; from now on requests are answered 500 and ``/health`` 503, as by a dead engine
 none          nothing; requests are answered again
 ============= ========================================================================================
@@ -33,7 +33,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,26 @@ class Stream:
             self.waiting.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was taken."""
+
+    prompt: list[int]
+    count: int
+    ids: bool
+    logprobs: bool
+    include_usage: bool
+
+    @property
+    def usage(self) -> dict[str, int]:
+        before = len(self.prompt)
+        return {"prompt_tokens": before, "completion_tokens": self.count, "total_tokens": before + self.count}
+
+    def finish(self, number: int) -> str:
+        """Why it ends, as JSON."""
+        return '"length"' if number == self.count - 1 else "null"
+
+
 @dataclass(slots=True)
 class RecordedStream:
     """The engine's stand-in."""
@@ -108,8 +128,10 @@ class RecordedStream:
     tokens_per_s: float
     first_token_s: float
     max_model_len: int
+    max_new_tokens: int | None = None
     api_key: str | None = None
     broken: bool = False
+    stalled: bool = False
     streams: set[Stream] = field(default_factory=set)
     sent_ns: dict[int, list[int]] = field(default_factory=dict)
     served: int = 0
@@ -122,6 +144,7 @@ class RecordedStream:
                 web.get("/v1/models", self.models),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions/render", self.render),
+                web.post("/inference/v1/generate", self.generate),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.post("/fail", self.fail),
@@ -134,7 +157,7 @@ class RecordedStream:
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """The key, and what a dead engine answers."""
-        if not request.path.startswith("/v1/"):
+        if not request.path.startswith(("/v1/", "/inference/")):
             answer: web.StreamResponse = await handler(request)
             return answer
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
@@ -178,19 +201,100 @@ class RecordedStream:
         if len(tokens) + (wanted or 1) > self.max_model_len:
             raise ValueError(f"{len(tokens)} tokens of prompt and {wanted} more are over {self.max_model_len}")
         sampling: dict[str, Any] = {"n": 1, "temperature": body.get("temperature", 1.0), "seed": body.get("seed")}
-        sampling["max_tokens"] = self.max_model_len - len(tokens) if wanted is None else wanted
+        sampling["logprobs"] = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+        sampling["max_tokens"] = wanted or min(self.max_new_tokens or math.inf, self.max_model_len - len(tokens))
         rendered = {"request_id": f"chatcmpl-{self.number()}", "token_ids": tokens, "features": None}
         return web.json_response({**rendered, "sampling_params": sampling, "model": self.model, "stream": False})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        prompt, count = self.asked(body)
+        prompt = body["prompt"]
+        asked = self.asked(body, tokenize(prompt) if isinstance(prompt, str) else prompt, body)
+        if not body.get("stream"):
+            return await self.whole(body, asked)
+        name = f'"id":"cmpl-{self.number():032x}","object":"text_completion","created":{int(time.time())}'
+        head, offset = f'{{{name},"model":"{self.model}",', 0
+
+        def chunk(number: int, token: int) -> str:
+            nonlocal offset
+            word, first = f" w{token}", not number
+            shown = json.dumps(completion_logprobs(word, offset)) if asked.logprobs else "null"
+            offset += len(word)
+            return (
+                f'{head}"choices":[{{"index":0,"text":"{word}","logprobs":{shown},'
+                f'"finish_reason":{asked.finish(number)},"stop_reason":null,'
+                f'"prompt_token_ids":{json.dumps(asked.prompt) if asked.ids and first else "null"},'
+                f'"token_ids":{[token] if asked.ids else "null"}}}]}}'
+            )
+
+        usage = f'{head}"choices":[],"usage":{json.dumps(asked.usage)}}}'
+        return await self.stream(request, asked, chunk, usage)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """From a rendered request."""
+        body = await request.json()
+        asked = self.asked(body, body["token_ids"], body["sampling_params"])
+        if not body.get("stream") or body.get("output_mode") != "text":
+            raise ValueError("this stand-in generates streams with output_mode 'text' only")
+        head = f'{{"request_id":"generate-tokens-{self.number()}",'
+
+        def chunk(number: int, token: int) -> str:
+            word = f" w{token}"
+            shown = json.dumps({"content": [chat_logprob(word)]}) if asked.logprobs else "null"
+            prompt = f'"prompt_token_ids":{json.dumps(asked.prompt)},' if asked.ids and not number else ""
+            return (
+                f'{head}"usage":null,{prompt}"output_mode":"text","choices":[{{"index":0,'
+                f'"finish_reason":{asked.finish(number)},"stop_reason":null,"token_ids":[{token}],'
+                f'"routed_experts":null,"sampling_mask":null,"weight_versions":null,'
+                f'"text":"{word}","logprobs":{shown}}}]}}'
+            )
+
+        usage = f'{head}"usage":{json.dumps(asked.usage)},"output_mode":"text","choices":[]}}'
+        return await self.stream(request, asked, chunk, usage)
+
+    def asked(self, body: dict[str, Any], prompt: Any, sampling: dict[str, Any]) -> Asked:
+        """What is wanted, when an engine would take it."""
+        count, options = sampling.get("max_tokens", MAX_TOKENS), body.get("stream_options") or {}
+        if sampling.get("n", 1) not in (1, None):
+            raise ValueError("this stand-in gives one choice only")
+        if body.get("model", self.model) not in (self.model, None):
+            raise ValueError(f"The model `{body['model']}` does not exist.")
+        if not isinstance(prompt, list) or not prompt or not all(type(t) is int and 0 <= t < 2**63 for t in prompt):
+            raise ValueError("the prompt must be text or a list of token ids")
+        count = MAX_TOKENS if count is None else count
+        if type(count) is not int or count < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {count}.")
+        if len(prompt) + count > self.max_model_len:
+            raise ValueError(f"{len(prompt)} tokens of prompt and {count} more are over {self.max_model_len}")
+        return Asked(
+            prompt=prompt,
+            count=count,
+            ids=bool(body.get("return_token_ids")),
+            logprobs=sampling.get("logprobs") is not None,
+            include_usage=bool(options.get("include_usage")),
+        )
+
+    async def whole(self, body: dict[str, Any], asked: Asked) -> web.Response:
+        """An answer that is not streamed, made at once."""
+        if self.stalled:
+            await asyncio.Event().wait()
+        tokens = tokens_of(asked.prompt, asked.count)
+        choice = {"index": 0, "text": text_of(tokens), "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choice |= {"token_ids": tokens, "prompt_token_ids": asked.prompt} if asked.ids else {}
+        named = {"id": f"cmpl-{self.number():032x}", "object": "text_completion", "created": int(time.time())}
+        return web.json_response({**named, "model": self.model, "choices": [choice], "usage": asked.usage})
+
+    async def stream(
+        self, request: web.Request, asked: Asked, chunk: Callable[[int, int], str], usage: str
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        stream = Stream()
+        stream = Stream("stall" if self.stalled else None)
         self.streams.add(stream)
         try:
-            await self.answer(stream, response, body, prompt, count)
+            await response.prepare(request)
+            if await self.send(stream, asked, response.write, chunk):
+                last = [f"data: {usage}\n\n"] if asked.include_usage else []
+                await response.write("".join([*last, "data: [DONE]\n\n"]).encode())
         except ConnectionError:
             pass
         finally:
@@ -202,37 +306,16 @@ class RecordedStream:
             request.transport.abort()
         return response
 
-    def asked(self, body: dict[str, Any]) -> tuple[list[int], int]:
-        """Prompt and tokens to generate, when an engine would take them."""
-        prompt, count = body["prompt"], body.get("max_tokens", MAX_TOKENS)
-        if body.get("stream") is not True or body.get("n", 1) not in (1, None):
-            raise ValueError("this stand-in gives streams of one choice only")
-        if body.get("model", self.model) != self.model:
-            raise ValueError(f"The model `{body['model']}` does not exist.")
-        if not isinstance(body.get("stream_options") or {}, dict):
-            raise ValueError("stream_options must be an object")
-        tokens = tokenize(prompt) if isinstance(prompt, str) else prompt
-        if not isinstance(tokens, list) or not tokens or not all(type(t) is int and 0 <= t < 2**63 for t in tokens):
-            raise ValueError("prompt must be text or a list of token ids")
-        count = MAX_TOKENS if count is None else count
-        if type(count) is not int or count < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {count}.")
-        if len(tokens) + count > self.max_model_len:
-            raise ValueError(f"{len(tokens)} tokens of prompt and {count} more are over {self.max_model_len}")
-        return tokens, count
-
-    async def answer(
-        self, stream: Stream, response: web.StreamResponse, body: dict[str, Any], prompt: list[int], count: int
-    ) -> None:
-        """Tokens at absolute times: one that was late delays none after it."""
-        now, write, clock = asyncio.get_running_loop().time, response.write, time.monotonic_ns
-        sequence, step_s = prompt[0], 1 / self.tokens_per_s if self.tokens_per_s else math.inf
+    async def send(
+        self, stream: Stream, asked: Asked, write: Callable[[bytes], Awaitable[None]], chunk: Callable[[int, int], str]
+    ) -> bool:
+        """Tokens at absolute times, so that one that was late delays none after it; False when it was struck."""
+        now, clock = asyncio.get_running_loop().time, time.monotonic_ns
+        sequence, before = asked.prompt[0], len(asked.prompt)
         sent_ns = self.sent_ns.setdefault(sequence, [])
-        made, ids, logprobs = int(time.time()), bool(body.get("return_token_ids")), body.get("logprobs") is not None
-        head = f'"id":"cmpl-{self.number():032x}","object":"text_completion","created":{made},"model":"{self.model}"'
-        began_s, offset = now() + self.first_token_s, 0
-        for number in range(count):
-            due_s = began_s + number * step_s if number or step_s < math.inf else math.inf
+        began_s = now() + self.first_token_s
+        for number in range(asked.count):
+            due_s = began_s + number / self.tokens_per_s if self.tokens_per_s else math.inf
             if due_s > now():
                 await stream.wait_until(due_s)
             elif not number % 64:
@@ -242,22 +325,11 @@ class RecordedStream:
             if stream.failure == "error_event":
                 await write(b"data: " + ENGINE_DIED + b"\n\ndata: [DONE]\n\n")
             if stream.failure is not None:
-                return
-            token = token_at(sequence, len(prompt) + number)
-            choice = (
-                f'"index":0,"text":" w{token}","logprobs":{logprob(token, offset) if logprobs else "null"},'
-                f'"finish_reason":{LENGTH if number == count - 1 else "null"},"stop_reason":null,'
-                f'"prompt_token_ids":{json.dumps(prompt) if ids and not number else "null"},'
-                f'"token_ids":{[token] if ids else "null"}'
-            )
-            offset += len(f" w{token}")
-            chunk = f'data: {{{head},"choices":[{{{choice}}}]}}\n\n'.encode()
+                return False
+            event = f"data: {chunk(number, token_at(sequence, before + number))}\n\n".encode()
             sent_ns.append(clock())
-            await write(chunk)
-        if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
-            await write(f'data: {{{head},"choices":[],"usage":{json.dumps(usage)}}}\n\n'.encode())
-        await write(b"data: [DONE]\n\n")
+            await write(event)
+        return True
 
     def number(self) -> int:
         """A number for an answer's name."""
@@ -268,7 +340,7 @@ class RecordedStream:
         kind = (await request.json())["kind"]
         if kind not in KINDS:
             return refusal(400, "BadRequestError", f"no kind {kind!r}; there are {', '.join(KINDS)}")
-        self.broken = kind == "http500"
+        self.broken, self.stalled = kind == "http500", kind == "stall"
         struck = list(self.streams) if kind != "none" else []
         for stream in struck:
             stream.strike(kind)
@@ -283,7 +355,6 @@ class RecordedStream:
         return web.json_response({"running": len(self.streams)})
 
 
-LENGTH = '"length"'
 ENGINE_DIED = json.dumps(
     {
         "error": {
@@ -296,12 +367,15 @@ ENGINE_DIED = json.dumps(
 ).encode()
 
 
-def logprob(token: int, offset: int) -> str:
-    """A token's logprobs, all alike."""
-    word = f" w{token}"
-    return json.dumps(
-        {"text_offset": [offset], "token_logprobs": [-0.5], "tokens": [word], "top_logprobs": [{word: -0.5}]}
-    )
+def completion_logprobs(word: str, offset: int) -> dict[str, Any]:
+    """All tokens are alike."""
+    return {"text_offset": [offset], "token_logprobs": [-0.5], "tokens": [word], "top_logprobs": [{word: -0.5}]}
+
+
+def chat_logprob(word: str) -> dict[str, Any]:
+    """The same, in a chat's words."""
+    one = {"token": word, "logprob": -0.5, "bytes": list(word.encode())}
+    return one | {"top_logprobs": [one]}
 
 
 def refusal(status: int, kind: str, message: str) -> web.Response:
@@ -313,11 +387,17 @@ def refusal(status: int, kind: str, message: str) -> web.Response:
 
 @contextmanager
 def recorded_stream(
-    *, tokens_per_s: float = 20.0, model: str = "tiny", max_model_len: int = 2**17, api_key: str | None = None
+    *,
+    tokens_per_s: float = 20.0,
+    model: str = "tiny",
+    max_model_len: int = 2**17,
+    max_new_tokens: int | None = None,
+    api_key: str | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server in a process of its own, and its port."""
     command = [sys.executable, str(Path(__file__).resolve()), "--model", model]
     command += ["--tokens-per-s", str(tokens_per_s), "--max-model-len", str(max_model_len)]
+    command += ["--max-new-tokens", str(max_new_tokens)] if max_new_tokens is not None else []
     environment = {name: value for name, value in os.environ.items() if name != "HETPLAN_API_KEY"}
     environment |= {"HETPLAN_API_KEY": api_key} if api_key else {}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -347,12 +427,14 @@ def main() -> None:
     parser.add_argument("--tokens-per-s", type=float, default=20.0, help="of each stream; 0: none ever, inf: at once")
     parser.add_argument("--first-token-s", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=2**17)
+    parser.add_argument("--max-new-tokens", type=int, help="of a chat that names no limit; the model's room by default")
     asked = parser.parse_args()
     stand_in = RecordedStream(
         model=asked.model,
         tokens_per_s=asked.tokens_per_s,
         first_token_s=asked.first_token_s,
         max_model_len=asked.max_model_len,
+        max_new_tokens=asked.max_new_tokens,
         api_key=os.environ.get("HETPLAN_API_KEY") or None,
     )
     asyncio.run(serve(stand_in, asked.host, asked.port))
