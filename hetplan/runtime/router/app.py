@@ -1,0 +1,509 @@
+"""The router's HTTP service: completions and chats, reconnecting, models, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from hetplan.runtime.router.answers import KEEP_ALIVE, Stream, error_content, whole_answer
+from hetplan.runtime.router.engine import PATHS, EngineRefusedError, Engines, InterruptedAttempt, Transport
+from hetplan.runtime.router.fields import Endpoint, Handling, RefusedField
+from hetplan.runtime.router.journal import Entry, Journal, JournalFullError
+from hetplan.runtime.router.metrics import Metrics
+from hetplan.runtime.router.openapi import document
+from hetplan.runtime.router.requests import Work, taken, whole_body
+from hetplan.runtime.router.sequence import MAX_FRUITLESS, LostRequestError, Sequence, Tools, run_all
+from hetplan.runtime.router.settings import RouterSettings
+from hetplan.runtime.router.targets import NoTargetError, Target, Targets
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_QUERY_TYPE = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
+_BODY_TIMEOUT_S = 30.0
+_RENDER_TIMEOUT_S = 60.0
+_SWEEP_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A request that is being worked on or listened to."""
+
+    entry: Entry
+    work: Work
+    sequences: list[Sequence] = field(default_factory=list)
+    producer: asyncio.Task[None] | None = None
+    listener: asyncio.Task[Any] | None = None
+
+
+class _Answer(Exception):
+    """A request that ends here, with an error for the client."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def response(self) -> web.Response:
+        """The error as the client sees it."""
+        return web.Response(
+            status=self.status,
+            body=error_content(self.status, self.message, self.param),
+            content_type="application/json",
+            headers=self.headers,
+        )
+
+
+class Router:
+    """Everything between clients and engines.
+
+    Parameters
+    ----------
+    settings : RouterSettings
+    api_keys : tuple of str
+        Keys that clients may show; without any, no key is asked for.
+    engine_key : str, optional
+        Key that the engines ask for.
+    on_event : callable, optional
+        Told of what operators want to know, by name and values; never of what requests hold.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        api_keys: tuple[str, ...] = (),
+        engine_key: str | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self.settings = settings
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._headers = {} if engine_key is None else {"Authorization": f"Bearer {engine_key}"}
+        self._on_event: OnEvent = on_event or (lambda _name, _values: None)
+        self.metrics = Metrics()
+        self._runs: dict[str, _Run] = {}
+        self._draining = False
+        self._tools: Tools
+        self._session: aiohttp.ClientSession
+        self._sweeper: asyncio.Task[None]
+
+    def application(self) -> web.Application:
+        """The service, to be run by aiohttp."""
+        application = web.Application(client_max_size=self.settings.max_body_bytes, middlewares=[self._guard])
+        application.router.add_post("/v1/completions", self._completions)
+        application.router.add_post("/v1/chat/completions", self._chat)
+        application.router.add_get("/v1/requests/{request_id}", self._reconnect)
+        application.router.add_get("/v1/models", self._models)
+        application.router.add_get("/health", self._health)
+        application.router.add_get("/metrics", self._metrics)
+        application.router.add_get("/openapi.json", self._openapi)
+        application.on_startup.append(self._start)
+        application.on_shutdown.append(self._drain)
+        application.on_cleanup.append(self._stop)
+        return application
+
+    async def _start(self, _application: web.Application) -> None:
+        settings = self.settings
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=2**20,
+        )
+        targets = Targets(settings, self._session, self._headers, self._on_event)
+        engines = Engines(settings, self._session, self._headers, targets)
+        journal = Journal(
+            settings.journal_bytes,
+            settings.retention_s,
+            folder=settings.journal_folder,
+            fsync=settings.journal_fsync,
+        )
+        self._tools = Tools(targets, engines, journal, self.metrics, self._on_event)
+        self.metrics.gauge("requests_in_flight", "Requests that run or wait", lambda: float(len(self._runs)))
+        self.metrics.gauge("journal_bytes", "Bytes of the journal in memory", lambda: float(journal.bytes))
+        self.metrics.gauge(
+            "journal_disk_errors", "Journal records that did not reach the disk", lambda: float(journal.disk_errors)
+        )
+        names = {target.name: target for target in targets.all}
+        self.metrics.pipeline_gauge(
+            "pipeline_healthy", "1 where a pipeline answers", {n: _reader(t, "healthy") for n, t in names.items()}
+        )
+        self.metrics.pipeline_gauge(
+            "pipeline_in_flight", "Requests on a pipeline", {n: _reader(t, "in_flight") for n, t in names.items()}
+        )
+        targets.start()
+        engines.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def _drain(self, _application: web.Application) -> None:
+        """New requests are refused; aiohttp then waits for those that run."""
+        self._draining = True
+        self._on_event("draining", {"requests": len(self._runs)})
+
+    async def _stop(self, _application: web.Application) -> None:
+        self._sweeper.cancel()
+        producers = [run.producer for run in self._runs.values() if run.producer is not None]
+        for producer in producers:
+            producer.cancel()
+        await asyncio.gather(self._sweeper, *producers, return_exceptions=True)
+        await self._tools.engines.stop()
+        await self._tools.targets.stop()
+        await self._session.close()
+        self._tools.journal.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._tools.journal.sweep()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Check the key, and answer errors in one form."""
+        try:
+            if request.path not in _OPEN_PATHS:
+                self._owner(request)
+            return await handler(request)
+        except _Answer as answer:
+            return answer.response()
+        except web.HTTPRequestEntityTooLarge:
+            limit = self.settings.max_body_bytes
+            return _Answer(413, f"the body has more than {limit} bytes; send less").response()
+        except web.HTTPException as error:
+            return _Answer(error.status, f"{error.status} {error.reason}", **_allow(error)).response()
+
+    def _owner(self, request: web.Request) -> str:
+        """The key that a client shows, as a digest; all keys are compared, in constant time."""
+        if not self._keys:
+            return ""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(shown, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise _Answer(401, "no valid key; send 'Authorization: Bearer KEY'", WWW_Authenticate="Bearer")
+        return shown.hex()
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "completions")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "chat")
+
+    async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        if self._draining:
+            raise _Answer(503, "the router is shutting down; send the request to another", Retry_After="1")
+        body = await self._body(request)
+        try:
+            work = taken(body, endpoint, self.settings.max_choices)
+        except RefusedField as error:
+            self.metrics.ended(endpoint, "refused")
+            raise _Answer(400, str(error), error.name) from None
+        if len(self._runs) >= self.settings.max_in_flight:
+            self.metrics.ended(endpoint, "too_many")
+            raise _Answer(
+                429, f"{len(self._runs)} requests are in flight, the limit; send it again later", Retry_After="1"
+            )
+        query_type = request.headers.get("X-Query-Type")
+        if query_type is not None and not _QUERY_TYPE.fullmatch(query_type):
+            raise _Answer(400, "X-Query-Type is empty, too long or holds control characters", "X-Query-Type")
+        try:
+            model = self._tools.targets.routed(work.model, query_type)
+        except KeyError:
+            known = ", ".join(self._tools.targets.models())
+            raise _Answer(404, f"no pipeline serves {work.model!r}; there is {known}", "model") from None
+        entry = Entry(
+            self._request_id(request, endpoint),
+            endpoint,
+            {**work.body, **({} if model is None else {"model": model})},
+            self._owner(request),
+            int(time.time()),
+            secrets.randbits(62),
+        )
+        try:
+            self._tools.journal.open(entry)
+        except JournalFullError as error:
+            self.metrics.ended(endpoint, "too_many")
+            raise _Answer(429, f"{error}; send it again later", Retry_After="5") from None
+        run = self._runs[entry.request_id] = _Run(entry, work)
+        run.producer = asyncio.create_task(self._produce(run))
+        return await self._listen(request, run, 0)
+
+    def _request_id(self, request: web.Request, endpoint: Endpoint) -> str:
+        given = request.headers.get("X-Request-Id")
+        if given is None:
+            return f"{'cmpl' if endpoint == 'completions' else 'chatcmpl'}-{secrets.token_hex(16)}"
+        if not _REQUEST_ID.fullmatch(given):
+            raise _Answer(
+                400, "X-Request-Id is not 1 to 128 letters, digits, dots, colons, dashes or underscores", "X-Request-Id"
+            )
+        if self._tools.journal.get(given) is not None:
+            raise _Answer(
+                409, f"a request {given} is known; take up its stream at /v1/requests/{given}", "X-Request-Id"
+            )
+        return given
+
+    async def _body(self, request: web.Request) -> Any:
+        if request.content_type != "application/json":
+            raise _Answer(415, f"the body is {request.content_type!r}; send application/json")
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                content = await request.read()
+        except TimeoutError:
+            raise _Answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s") from None
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise _Answer(400, f"the body is not JSON: {error}") from None
+
+    async def _produce(self, run: _Run) -> None:
+        """Work on a request until it is answered; what becomes of it stands in the journal."""
+        entry, journal = run.entry, self._tools.journal
+        outcome = "ok"
+        try:
+            async with asyncio.timeout(self.settings.request_s):
+                await self._answer(run)
+            journal.end(entry, answer=entry.answer)
+        except EngineRefusedError as error:
+            outcome = "refused"
+            journal.end(entry, error=(error.status, error.message))
+        except NoTargetError as error:
+            outcome = "no_pipeline"
+            journal.end(entry, error=(503, f"{error}; send it again later"))
+        except LostRequestError as error:
+            outcome = "lost"
+            journal.end(entry, error=(error.status, str(error)))
+        except TimeoutError:
+            outcome = "too_long"
+            journal.end(entry, error=(504, f"not answered within {self.settings.request_s:g} s"))
+        except asyncio.CancelledError:
+            outcome = "left"
+            raise
+        except Exception as error:
+            outcome = "failed"
+            self._on_event("failed", {"request_id": entry.request_id, "error": repr(error)[:500]})
+            journal.end(entry, error=(500, "the router failed; its events say why"))
+        finally:
+            self.metrics.ended(entry.endpoint, outcome)
+
+    async def _answer(self, run: _Run) -> None:
+        entry, work = run.entry, run.work
+        model = entry.body.get("model")
+        transport: Transport = "completions"
+        if entry.endpoint == "chat":
+            transport = "generate"
+            target = await self._tools.targets.wait(model)
+            if target.parses_chat or "tools" in work.rows or "tool_choice" in work.rows:
+                transport = "chat"
+        if (
+            not work.stream
+            and not entry.events
+            and (transport == "chat" or work.handling in (Handling.WHOLE, Handling.REPLAYED))
+        ):
+            await self._whole(run, model)
+            return
+        if transport == "generate" and entry.rendered is None:
+            await self._render(run, model)
+        choices = range(work.choices)
+        run.sequences = [Sequence(self._tools, entry, work, i, transport, entry.rendered, model) for i in choices]
+        await run_all(run.sequences)
+
+    async def _whole(self, run: _Run, model: str | None) -> None:
+        path = PATHS["completions" if run.entry.endpoint == "completions" else "chat"]
+        run.entry.answer = await self._asked(model, path, whole_body(run.work), self.settings.request_s)
+
+    async def _render(self, run: _Run, model: str | None) -> None:
+        rendered = await self._asked(model, "/v1/chat/completions/render", whole_body(run.work), _RENDER_TIMEOUT_S)
+        if not isinstance(rendered.get("token_ids"), list) or not isinstance(rendered.get("sampling_params"), dict):
+            raise LostRequestError(502, "an engine rendered the chat to something that is not token ids")
+        if rendered.get("features"):
+            raise EngineRefusedError(400, "a message holds a part that is no text; only text is token ids")
+        self._tools.journal.set_rendered(run.entry, rendered)
+
+    async def _asked(self, model: str | None, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """What an engine answers at once, asked of another when it dies."""
+        avoided: list[Target] = []
+        fruitless = 0
+        while True:
+            target = await self._tools.targets.wait(model, avoid=avoided)
+            try:
+                return await self._tools.engines.ask(target, path, body | {"model": target.served_model}, timeout_s)
+            except InterruptedAttempt as interruption:
+                self.metrics.interrupted(interruption.reason)
+                self._tools.targets.lost(target, interruption.reason)
+                avoided = [target]
+                fruitless += interruption.accepted
+                if fruitless >= MAX_FRUITLESS:
+                    raise LostRequestError(502, f"{MAX_FRUITLESS} pipelines in a row lost this request") from None
+
+    async def _reconnect(self, request: web.Request) -> web.StreamResponse:
+        if self._draining:
+            raise _Answer(503, "the router is shutting down; take up the stream at another", Retry_After="1")
+        request_id = request.match_info["request_id"]
+        entry = self._tools.journal.get(request_id)
+        if entry is None or not hmac.compare_digest(entry.owner, self._owner(request)):
+            raise _Answer(404, f"no request {request_id[:128]!r} is remembered; send it anew")
+        given = request.headers.get("Last-Event-ID", "0").strip()
+        held = int(given) if given.isdecimal() and len(given) < 12 else -1
+        if not 0 <= held <= len(entry.events):
+            raise _Answer(
+                400,
+                f"Last-Event-ID is {given[:32]!r}; send the id of the last event you have, 0 to {len(entry.events)}",
+            )
+        run = self._runs.get(request_id)
+        if run is None:
+            run = self._runs[request_id] = _Run(entry, taken(entry.body, entry.endpoint, self.settings.max_choices))
+            self._tools.journal.attach(entry)
+        elif run.listener is not None:
+            # The old connection is dead, or its client has changed its mind.
+            run.listener.cancel()
+        if not entry.ended and (run.producer is None or run.producer.done()):
+            run.producer = asyncio.create_task(self._produce(run))
+        self._on_event("reconnected", {"request_id": request_id})
+        return await self._listen(request, run, held)
+
+    async def _listen(self, request: web.Request, run: _Run, held: int) -> web.StreamResponse:
+        """Send a client what comes of its request; when it goes, so does the work."""
+        run.listener = asyncio.current_task()
+        try:
+            if run.work.stream:
+                return await self._send_stream(request, run, held)
+            while not run.entry.ended:
+                run.entry.changed.clear()
+                await run.entry.changed.wait()
+            return self._send_whole(run)
+        finally:
+            if run.listener is asyncio.current_task():
+                await self._release(run)
+
+    async def _release(self, run: _Run) -> None:
+        run.listener = None
+        if run.producer is not None and not run.producer.done():
+            run.producer.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(run.producer, return_exceptions=True)
+        if run.listener is None and self._runs.get(run.entry.request_id) is run:
+            del self._runs[run.entry.request_id]
+            self._tools.journal.detach(run.entry)
+
+    def _shown_model(self, entry: Entry) -> str:
+        return entry.body.get("model") or self.settings.model
+
+    def _send_whole(self, run: _Run) -> web.Response:
+        entry = run.entry
+        if entry.error is not None:
+            raise _Answer(*entry.error)
+        return web.Response(
+            body=whole_answer(entry, run.work, self._shown_model(entry)),
+            content_type="application/json",
+            headers={"X-Request-Id": entry.request_id},
+        )
+
+    async def _send_stream(self, request: web.Request, run: _Run, held: int) -> web.StreamResponse:
+        entry, settings = run.entry, self.settings
+        stream = Stream(entry, run.work, self._shown_model(entry), held)
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                "X-Request-Id": entry.request_id,
+            }
+        )
+        arrived = time.monotonic() if held == 0 else None
+        while True:
+            if stream.sent < len(entry.events):
+                if arrived is not None:
+                    self.metrics.first_token(time.monotonic() - arrived)
+                    arrived = None
+                data = stream.next()
+                await self._tools.journal.synced()
+            elif entry.ended:
+                if entry.error is not None and not response.prepared:
+                    raise _Answer(*entry.error)
+                break
+            else:
+                entry.changed.clear()
+                try:
+                    async with asyncio.timeout(settings.keepalive_s):
+                        await entry.changed.wait()
+                    continue
+                except TimeoutError:
+                    data = KEEP_ALIVE
+            if not response.prepared:
+                await response.prepare(request)
+            async with asyncio.timeout(settings.slow_client_s):
+                await response.write(data)
+        if not response.prepared:
+            await response.prepare(request)
+        await self._tools.journal.synced()
+        async with asyncio.timeout(settings.slow_client_s):
+            await response.write(stream.end())
+            await response.write_eof()
+        return response
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        lengths = {target.model: target.max_model_len for target in self._tools.targets.all if target.max_model_len}
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "hetplan", "max_model_len": lengths.get(name)}
+            for name in self._tools.targets.models()
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        targets = self._tools.targets.all
+        living = sum(target.healthy for target in targets)
+        content = {
+            "status": "draining"
+            if self._draining
+            else "ok"
+            if living == len(targets)
+            else "degraded"
+            if living
+            else "down",
+            "requests_in_flight": len(self._runs),
+            "journal_disk_errors": self._tools.journal.disk_errors,
+            "pipelines": [
+                {
+                    "pipeline": target.settings.pipeline,
+                    "healthy": target.healthy,
+                    "leaving": target.leaving,
+                    "in_flight": target.in_flight,
+                }
+                for target in targets
+            ],
+        }
+        return _json(content, status=200 if living and not self._draining else 503)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
+
+    async def _openapi(self, _request: web.Request) -> web.Response:
+        return _json(document(authenticated=bool(self._keys)))
+
+
+def _reader(target: Target, name: str) -> Callable[[], float]:
+    return lambda: float(getattr(target, name))
+
+
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(content), content_type="application/json")
+
+
+def _allow(error: web.HTTPException) -> dict[str, str]:
+    return {"Allow": ",".join(sorted(error.allowed_methods))} if isinstance(error, web.HTTPMethodNotAllowed) else {}
