@@ -448,6 +448,8 @@ class SlowClients:
 
     port: int
     each: int
+    # Fewer: what they ask for is in the journal, 12 MB each.
+    never_read: int
     opened: int = 0
 
     async def hold(self) -> None:
@@ -456,7 +458,8 @@ class SlowClients:
             for _ in range(self.each):
                 group.create_task(self.trickle(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ", b"a"))
                 group.create_task(self.trickle(request(body=b"", length=10**6), b" "))
-                group.create_task(self.never_read())
+            for _ in range(self.never_read):
+                group.create_task(self.read_nothing())
 
     async def trickle(self, begins: bytes, goes_on: bytes) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -472,7 +475,7 @@ class SlowClients:
         finally:
             writer.transport.abort()
 
-    async def never_read(self) -> None:
+    async def read_nothing(self) -> None:
         """Asks for more than the buffers on the way hold."""
         loop = asyncio.get_running_loop()
         body = json.dumps({"model": "tiny", "prompt": [1, 2], "max_tokens": 30_000, "stream": True}).encode()

@@ -398,8 +398,8 @@ def recorded_stream(
     command = [sys.executable, str(Path(__file__).resolve()), "--model", model]
     command += ["--tokens-per-s", str(tokens_per_s), "--max-model-len", str(max_model_len)]
     command += ["--max-new-tokens", str(max_new_tokens)] if max_new_tokens is not None else []
-    environment = {name: value for name, value in os.environ.items() if name != "HETPLAN_API_KEY"}
-    environment |= {"HETPLAN_API_KEY": api_key} if api_key else {}
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    environment |= {"VLLM_API_KEY": api_key} if api_key else {}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -435,7 +435,7 @@ def main() -> None:
         first_token_s=asked.first_token_s,
         max_model_len=asked.max_model_len,
         max_new_tokens=asked.max_new_tokens,
-        api_key=os.environ.get("HETPLAN_API_KEY") or None,
+        api_key=os.environ.get("VLLM_API_KEY") or None,
     )
     asyncio.run(serve(stand_in, asked.host, asked.port))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 30
+KEYS = ("HETPLAN_API_KEY", "VLLM_API_KEY")
 
 
 @contextmanager
@@ -32,8 +33,8 @@ def run_router(
     config = folder / "router.json"
     config.write_text(json.dumps({"model": model, "targets": targets, **options}), encoding="utf-8")
     port = free_port()
-    command = [sys.executable, "-m", "hetplan.runtime.router", str(config), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {name: value for name, value in os.environ.items() if name != "HETPLAN_API_KEY"}
+    command = [sys.executable, "-m", "hetplan", "router", str(config), "--host", "127.0.0.1", "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if name not in KEYS}
     environment |= {"HETPLAN_API_KEY": api_key} if api_key else {}
     log = folder / "router.log"
     with (

@@ -19,7 +19,7 @@ from router_process import healthy, memory_bytes, run_router
 
 MIB = 2**20
 TOTAL = 10_000
-SLOW_CLIENTS = 30
+SLOW_CLIENTS, NEVER_READ = 30, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Served:
         """Half of the raw attacks, beside clients that hold what they have been given."""
 
         async def both() -> Tally:
-            slow = SlowClients(self.port, SLOW_CLIENTS)
+            slow = SlowClients(self.port, SLOW_CLIENTS, NEVER_READ)
             holding = asyncio.create_task(slow.hold())
             tally = await storm(self.port, attacks(seed, share=0.5))
             assert not holding.done()
-            assert slow.opened == 3 * SLOW_CLIENTS
+            assert slow.opened == 2 * SLOW_CLIENTS + NEVER_READ
             assert await asyncio.to_thread(self.ask, [seed, 1], 10) == tokens_of([seed, 1], 10)
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
@@ -78,7 +78,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("router")
     with (
         recorded_stream(tokens_per_s=float("inf"), max_model_len=2**15, max_new_tokens=16) as (_, engine_port),
-        run_router(folder, [engine_port], api_key=KEY) as (process, port),
+        run_router(folder, [engine_port], api_key=KEY, retention_s=2) as (process, port),
     ):
         yield Served(process, port, engine_port)
 
