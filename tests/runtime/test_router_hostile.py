@@ -13,13 +13,17 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from hostile_requests import KEY, SlowClients, Tally, attacks, storm
+import schemathesis
+from hostile_requests import ANSWERED, KEY, SlowClients, Tally, attacks, storm
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from recorded_stream import recorded_stream, tokens_of
 from router_process import healthy, memory_bytes, run_router
 
 MIB = 2**20
 TOTAL = 10_000
-SLOW_CLIENTS, NEVER_READ = 30, 6
+SLOW_CLIENTS, NEVER_READ = 30, 2
+# Of each operation in the router's own document, sound and broken: with a body, without.
+GENERATED = {"post": 25, "get": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +59,45 @@ class Served:
             time.sleep(0.2)
         return False
 
-    def storm(self, seed: int) -> Tally:
-        """Half of the raw attacks, beside clients that hold what they have been given."""
+    def storm(self, number: int) -> Tally:
+        """A half of the raw attacks, beside clients that hold what they have been given."""
 
         async def both() -> Tally:
             slow = SlowClients(self.port, SLOW_CLIENTS, NEVER_READ)
             holding = asyncio.create_task(slow.hold())
-            tally = await storm(self.port, attacks(seed, share=0.5))
+            tally = await storm(self.port, attacks(number, share=0.5))
             assert not holding.done()
-            assert slow.opened == 2 * SLOW_CLIENTS + NEVER_READ
-            assert await asyncio.to_thread(self.ask, [seed, 1], 10) == tokens_of([seed, 1], 10)
+            assert await asyncio.to_thread(self.ask, [number, 1], 10) == tokens_of([number, 1], 10)
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
+            assert slow.opened == 2 * SLOW_CLIENTS + NEVER_READ
             tally.sent += slow.opened
             return tally
 
         return asyncio.run(both())
+
+    def generate(self, number: int, tally: Tally) -> None:
+        """What schemathesis makes of the router's OpenAPI document."""
+        schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{self.port}/openapi.json")
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+
+                def check(case: schemathesis.Case) -> None:
+                    answer = case.call(headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+                    tally.sent += 1
+                    if answer.status_code not in ANSWERED:
+                        request = case.as_curl_command()[:1000]
+                        tally.faults.append(f"{request}: {answer.status_code} {answer.text[:300]}")
+
+                limits = settings(
+                    max_examples=GENERATED[operation.method.lower()],
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                    deadline=None,
+                    database=None,
+                )
+                seed(number)(limits(given(case=operation.as_strategy(generation_mode=mode))(check)))()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +105,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("router")
     with (
         recorded_stream(tokens_per_s=float("inf"), max_model_len=2**15, max_new_tokens=16) as (_, engine_port),
-        run_router(folder, [engine_port], api_key=KEY, retention_s=2) as (process, port),
+        run_router(folder, [engine_port], api_key=KEY, retention_s=2, max_body_bytes=4 * MIB) as (process, port),
     ):
         yield Served(process, port, engine_port)
 
@@ -86,13 +113,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.slow
 def test_ten_thousand_hostile_requests(served: Served) -> None:
     sent, held_bytes = 0, []
-    for seed in (1, 2):
-        tally = served.storm(seed)
+    for number in (1, 2):
+        tally = served.storm(number)
+        served.generate(number, tally)
         sent += tally.sent
         assert not tally.faults, f"{len(tally.faults)} faults:\n" + "\n".join(tally.faults[:20])
+        assert served.process.poll() is None
         assert served.engine_rests(20), "streams go on at the engine after their clients have left"
         held_bytes.append(memory_bytes(served.process.pid))
-    assert served.process.poll() is None
     assert healthy(served.port)
     assert served.ask([5, 6], 100) == tokens_of([5, 6], 100)
     assert held_bytes[1] <= 1.2 * held_bytes[0] + 20 * MIB, [f"{held / MIB:.0f} MiB" for held in held_bytes]
