@@ -253,6 +253,8 @@ class Router:
         except JournalFullError as error:
             self.metrics.ended(endpoint, "too_many")
             raise _Answer(429, f"{error}; send it again later", Retry_After="5") from None
+        except orjson.JSONEncodeError:
+            raise _Answer(400, "the body is nested too deep; send at most 200 levels") from None
         run = self._runs[entry.request_id] = _Run(entry, work)
         run.producer = asyncio.create_task(self._produce(run))
         return await self._listen(request, run, 0)
@@ -279,6 +281,8 @@ class Router:
                 content = await request.read()
         except TimeoutError:
             raise _Answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s") from None
+        except web.RequestPayloadError:
+            raise _Answer(400, "the body cannot be read; send it whole, and packed as Content-Encoding says") from None
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
