@@ -145,6 +145,8 @@ class RecordedStream:
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions/render", self.render),
                 web.post("/inference/v1/generate", self.generate),
+                web.post("/v1/chat/completions/derender", self.derender),
+                web.post("/v1/completions/derender", self.derender),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.post("/fail", self.fail),
@@ -192,6 +194,13 @@ class RecordedStream:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"prompt": text_of((await request.json())["tokens"])})
+
+    async def derender(self, request: web.Request) -> web.Response:
+        """Text of token ids."""
+        body = await request.json()
+        answers = body.get("generate_responses") or [body["generate_response"]]
+        choices = [{"index": 0, "text": text_of(answer["choices"][0]["token_ids"])} for answer in answers]
+        return web.json_response({"choices": choices})
 
     async def render(self, request: web.Request) -> web.Response:
         body = await request.json()
