@@ -263,6 +263,6 @@ def test_a_way_to_share_caches_that_cannot_be_is_refused(connector: str | None, 
 def test_plans_whose_caches_the_example_connector_would_spoil_are_refused() -> None:
     sharing = cache_sharing("ExampleConnector", "/kv")
     with pytest.raises(hp.errors.InvalidInputError, match="tensor parallelism"):
-        shell_files(plan_of("fp8"), get_engine(ENGINE), sharing=sharing)
+        shell_files(plan_of("multi-node"), get_engine(ENGINE), sharing=sharing)
     with pytest.raises(hp.errors.InvalidInputError, match="prefilled whole"):
         shell_files(plan_of("single-node"), get_engine(ENGINE), sharing=sharing)
