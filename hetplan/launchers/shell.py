@@ -11,6 +11,9 @@ from hetplan.launchers.names import comment, quoted
 from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, model_source, nodes_of
 from hetplan.plan import Plan
 
+# vLLM's block sizes, unless they are set.
+_BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 128
+
 
 def shell_files(
     plan: Plan,
@@ -45,7 +48,7 @@ def shell_files(
     nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing)
     files = {node.script: _script(node, source) for node in nodes}
     files["wait-ready.sh"] = _wait_ready(nodes)
-    files["router.json"] = json.dumps(_router(plan, nodes), indent=1) + "\n"
+    files["router.json"] = json.dumps(_router(plan, nodes, sharing), indent=1) + "\n"
     files["plan.json"] = plan.to_json() + "\n"
     files["README.md"] = _readme(plan, engine, nodes, source)
     return files
@@ -140,7 +143,7 @@ def _wait_ready(nodes: list[Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
+def _router(plan: Plan, nodes: list[Node], sharing: CacheSharing | None) -> dict[str, object]:
     """Targets and weights for a weighted round-robin: each pipeline's predicted requests per second."""
     rates = [
         pipeline.predictions.requests_per_s.value
@@ -149,7 +152,7 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
         for _ in range(pipeline.count)
     ]
     heads = [node for node in nodes if node.rank == 0]
-    return {
+    content: dict[str, object] = {
         "model": plan.placement.model.name,
         "targets": [
             {
@@ -160,6 +163,24 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
             }
             for node, rate in zip(heads, rates, strict=True)
         ],
+    }
+    if sharing is not None:
+        content["kv_transfer"] = _kv_transfer(plan, sharing, local=any(node.local for node in nodes))
+    return content
+
+
+def _kv_transfer(plan: Plan, sharing: CacheSharing, *, local: bool) -> dict[str, object]:
+    """How caches are sent, and what that takes: the slowest link between machines of the plan."""
+    model = plan.placement.model
+    link = min((m.inter_node_link for m in plan.placement.cluster.instance_types), key=lambda link: link.bytes_per_s)
+    return {
+        "storage": sharing.storage,
+        "block_tokens": _BLOCK_TOKENS_CPU if local else _BLOCK_TOKENS,
+        "layers": model.layer_count,
+        "cache_bytes_per_token": model.kv_bytes_per_token(),
+        "bytes_per_s": link.bytes_per_s,
+        "latency_s": link.latency_s,
+        "source": "the plan's slowest link between machines; measure a transfer and write what it takes here",
     }
 
 
