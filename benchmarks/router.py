@@ -67,12 +67,14 @@ def measure(engine_port: int, port: int, streams: int, lasts_s: float, first_seq
     if arrived["refused"]:
         raise SystemExit(f"{len(arrived['refused'])} streams were refused, the first with {arrived['refused'][0]}")
     sent_ns = get(engine_port, "/sent")
-    latencies = [
-        np.array(times[: len(sent_ns[sequence])]) - np.array(sent_ns[sequence][: len(times)])
+    pairs = [
+        (came, sent)
         for sequence, times in arrived["arrived_ns"].items()
+        # Of a stream that was dropped some are on their way, and of one that came to no engine there are none.
+        for came, sent in zip(times, sent_ns.get(sequence, []), strict=False)
     ]
     due = sum((ends_s - start_s) * TOKENS_PER_S for start_s in starts_s(load))
-    whole = np.concatenate(latencies) * 1e-9
+    whole = np.subtract(*np.array(pairs).T) * 1e-9
     return Figures(float(np.median(whole)), float(np.percentile(whole, 99)), len(whole) / due, cpu)
 
 
