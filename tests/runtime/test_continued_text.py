@@ -162,3 +162,20 @@ def test_text_is_asked_for_only_until_the_engine_is_in_step() -> None:
 
     assert asyncio.run(run()) == "éabc"
     assert asked == [2, 3, 4]
+
+
+def test_what_an_engine_repeats_after_a_cut_is_not_sent_again() -> None:
+    """vLLM puts the prompt's text before the answer's where the prompt ends within a character; so does who goes on."""
+
+    async def decode(tokens: list[int]) -> str:
+        return decoded(tokens)
+
+    async def run() -> str:
+        sent = "p�(ab"
+        text = ContinuedText(decode, [*b"(ab", 0xC3], sent, StopRule())
+        parts = [
+            (await text.feed([token], said, None, None)).text for token, said in [(0xA9, "p�(abé"), (ord("c"), "c")]
+        ]
+        return "".join(parts)
+
+    assert asyncio.run(run()) == "éc"
