@@ -171,11 +171,8 @@ def test_what_an_engine_repeats_after_a_cut_is_not_sent_again() -> None:
         return decoded(tokens)
 
     async def run() -> str:
-        sent = "p�(ab"
-        text = ContinuedText(decode, [*b"(ab", 0xC3], sent, StopRule())
-        parts = [
-            (await text.feed([token], said, None, None)).text for token, said in [(0xA9, "p�(abé"), (ord("c"), "c")]
-        ]
-        return "".join(parts)
+        text = ContinuedText(decode, [*b"(ab", 0xC3], "p�(ab", StopRule())
+        chunks = [(0xA9, "p�(abé"), (ord("c"), "c")]
+        return "".join([(await text.feed([token], said, None, None)).text for token, said in chunks])
 
     assert asyncio.run(run()) == "éc"

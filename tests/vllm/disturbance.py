@@ -26,6 +26,8 @@ import hetplan as hp
 
 Kind = Literal["engine", "stage_worker", "router", "both", "stall"]
 KINDS: tuple[Kind, ...] = ("engine", "stage_worker", "router", "both", "stall")
+# Those after which a pipeline is gone: a client that asked it directly knows, and can ask again.
+PIPELINE_KINDS: tuple[Kind, ...] = ("engine", "stage_worker", "both")
 
 STREAMS = 40
 # A kill that hits fewer streams in the midst of an answer would show little.
@@ -111,6 +113,11 @@ class Kill:
     def recovered_s(self) -> float:
         return self.recovered_at - self.at
 
+    @property
+    def ratio(self) -> float | None:
+        """The longest gap to what a client without a router waited after the same kill."""
+        return None if self.retry_s is None else self.longest_gap_s / self.retry_s
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -190,10 +197,9 @@ class Lived:
             and stream.text != self.undisturbed[stream.number].text
         ]
 
-    @property
-    def longest_gap_s(self) -> float:
-        """The longest that a client waited for a token after one of the two pipelines was killed."""
-        return max(kill.longest_gap_s for kill in self.kills if kill.pipeline is not None)
+    def longest_gap_s(self, *kinds: Kind) -> float:
+        """The longest that a client waited for a token after a kill of these kinds."""
+        return max((kill.longest_gap_s for kill in self.kills if kill.kind in kinds), default=float("nan"))
 
     @property
     def retries_s(self) -> list[float]:
@@ -208,9 +214,9 @@ class Lived:
             f"{self.share_without_close_margin:.1%} of the streams have no position with a margin under "
             f"{CLOSE_MARGIN:g}; {positions:,} positions compared, {len(differences)} differ; "
             f"{len(self.different_texts)} texts differ\n"
-            f"longest gap {self.longest_gap_s:.2f} s; restart-and-retry "
-            f"{', '.join(f'{seconds:.1f}' for seconds in self.retries_s)} s, "
-            f"ratio {self.longest_gap_s / min(self.retries_s):.3f}"
+            f"longest gap after a kill {self.longest_gap_s(*PIPELINE_KINDS):.2f} s, a stall "
+            f"{self.longest_gap_s('stall'):.2f} s, a kill of the router {self.longest_gap_s('router'):.2f} s; "
+            f"restart-and-retry {', '.join(f'{seconds:.1f}' for seconds in self.retries_s)} s"
         )
 
 
