@@ -275,7 +275,10 @@ class Stand:
         """Start a pipeline's scripts again when nothing of it is left."""
         self.send(signal.SIGKILL, pipeline)
         for script in self._scripts(pipeline):
-            await asyncio.to_thread(self.cluster.processes[script].wait, 30)
+            process = self.cluster.processes[script]
+            await asyncio.to_thread(process.wait, 30)
+            # Its children as well: they may hold its port.
+            await _until(lambda process=process: _now(_is_gone(process.pid)), within_s=30)
         for script in self._scripts(pipeline):
             self.cluster.run(script)
 
@@ -596,6 +599,8 @@ class Killer:
         )
 
     async def _engine_answers(self, pipeline: int) -> bool:
+        if self._stand.has_ended(pipeline):
+            raise RuntimeError(f"pipeline {pipeline} ended while it started\n{self._stand.logs()}")
         return await _is_up(self._session, self._stand.engine_url(pipeline))
 
     async def _json(self, url: str) -> dict[str, Any] | None:
@@ -656,6 +661,14 @@ async def _until(condition: Callable[[], Awaitable[bool]], within_s: float = REA
     async with asyncio.timeout(within_s):
         while not await condition():
             await asyncio.sleep(_POLL_S)
+
+
+def _is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 async def _now(value: bool) -> bool:
