@@ -238,8 +238,7 @@ class Stand:
         hp.launch(plan, out=self.folder, model=str(model), first_port=FIRST_PORT)
         config = self.folder / "router.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | ROUTER_SETTINGS))
-        # What is killed has to start again: a fork has vLLM imported already.
-        self.cluster = Cluster(self.folder, environment, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+        self.cluster = Cluster(self.folder, environment)
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.router: subprocess.Popen[bytes] | None = None
