@@ -265,4 +265,4 @@ def test_plans_whose_caches_the_example_connector_would_spoil_are_refused() -> N
     with pytest.raises(hp.errors.InvalidInputError, match="tensor parallelism"):
         shell_files(plan_of("multi-node"), get_engine(ENGINE), sharing=sharing)
     with pytest.raises(hp.errors.InvalidInputError, match="prefilled whole"):
-        shell_files(plan_of("single-node"), get_engine(ENGINE), sharing=sharing)
+        shell_files(plan_of("long-context"), get_engine(ENGINE), sharing=sharing)

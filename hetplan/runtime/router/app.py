@@ -28,7 +28,7 @@ from hetplan.runtime.router.openapi import document
 from hetplan.runtime.router.requests import Work, taken, whole_body
 from hetplan.runtime.router.sequence import MAX_FRUITLESS, LostRequestError, Sequence, Tools, run_all
 from hetplan.runtime.router.settings import RouterSettings
-from hetplan.runtime.router.targets import NoTargetError, Target, Targets
+from hetplan.runtime.router.targets import NoTargetError, Target, Targets, TooLongError
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUERY_TYPE = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
@@ -299,6 +299,9 @@ class Router:
         except EngineRefusedError as error:
             outcome = "refused"
             journal.end(entry, error=(error.status, error.message))
+        except TooLongError as error:
+            outcome = "refused"
+            journal.end(entry, error=(400, str(error)))
         except NoTargetError as error:
             outcome = "no_pipeline"
             journal.end(entry, error=(503, f"{error}; send it again later"))
