@@ -19,6 +19,7 @@ from benchmarks.allocation import allocation
 from benchmarks.clusters import GPUS_24, GPUS_76, WORKLOAD
 from benchmarks.placement import placement
 from benchmarks.predict_then_measure import predict_then_measure
+from benchmarks.router import router
 from benchmarks.simulator import simulator
 from hetplan.api import make_problem
 from hetplan.problem.placement import PlacementProblem
@@ -152,7 +153,8 @@ def demo() -> None:
 
 def main() -> None:
     """Run all, or those named on the command line."""
-    sections = {f.__name__: f for f in (algorithm_1, growth, auto, placement, allocation, predictions, simulator, demo)}
+    planned = (algorithm_1, growth, auto, placement, allocation, predictions, simulator)
+    sections = {f.__name__: f for f in (*planned, router, demo)}
     # Only when named: they need vLLM's environment.
     engines = {f.__name__: f for f in (predict_then_measure,)}
     for name in sys.argv[1:] or sections:

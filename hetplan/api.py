@@ -35,6 +35,7 @@ from hetplan.estimator.prediction import (
 )
 from hetplan.estimator.replica import Replica, Schedule, make_replica
 from hetplan.launchers.shell import write_shell
+from hetplan.launchers.vllm import cache_sharing
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import EstimatorName, Handling, Objective, PlacementProblem
@@ -531,6 +532,8 @@ def launch(
     engine: str | None = None,
     model: str | None = None,
     first_port: int = 8000,
+    kv_connector: str | None = None,
+    kv_storage: str | Path | None = None,
     dry_run: bool = False,
 ) -> list[Path]:
     """Write what starts a plan on an engine.
@@ -548,6 +551,10 @@ def launch(
         Path or Hugging Face id that the engine loads, instead of the model's own id.
     first_port : int
         HTTP port of the first pipeline; the others follow. Plans side by side take ports of their own.
+    kv_connector : "ExampleConnector" or "NixlConnector", optional
+        vLLM's connector by which engines hand caches to each other, so that a request can leave with its cache.
+    kv_storage : path, optional
+        With ExampleConnector: the absolute path of a folder that all engines see.
     dry_run : bool
         Check everything and return the paths, write nothing.
 
@@ -571,7 +578,8 @@ def launch(
     if not 1024 <= first_port <= 30_000:
         raise InvalidInputError(f"first_port is 1024 to 30000, got {first_port}")
     profile = get_engine(engine) if engine is not None else plan.placement.engine or get_engine(DEFAULT_ENGINE)
-    return write_shell(plan, Path(out), profile, model=model, first_port=first_port, dry_run=dry_run)
+    sharing = cache_sharing(kv_connector, None if kv_storage is None else str(kv_storage))
+    return write_shell(plan, Path(out), profile, model=model, first_port=first_port, sharing=sharing, dry_run=dry_run)
 
 
 def predict(

@@ -324,6 +324,10 @@ def launch(
     engine: Annotated[str | None, typer.Option(help="Engine version, such as vllm-0.32.")] = None,
     model: Annotated[str | None, typer.Option(help="Path or id that the engine loads.")] = None,
     first_port: Annotated[int, typer.Option(help="HTTP port of the first pipeline.")] = 8000,
+    kv_connector: Annotated[
+        str | None, typer.Option(help="Caches move between engines: ExampleConnector or NixlConnector.")
+    ] = None,
+    kv_storage: Annotated[Path | None, typer.Option(help="Folder of ExampleConnector, an absolute path.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -333,7 +337,15 @@ def launch(
         import hetplan as hp
 
         paths = hp.launch(
-            hp.Plan.load(plan), target, out, engine=engine, model=model, first_port=first_port, dry_run=dry_run
+            hp.Plan.load(plan),
+            target,
+            out,
+            engine=engine,
+            model=model,
+            first_port=first_port,
+            kv_connector=kv_connector,
+            kv_storage=kv_storage,
+            dry_run=dry_run,
         )
         for path in paths:
             _console.print(f"{'would write' if dry_run else 'wrote'} {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,8 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
     ) -> None:
         """Serve a plan's pipelines at one OpenAI-compatible address; streams outlive an engine.
 
-        Keys come from the environment: HETPLAN_API_KEY (clients, several with commas), VLLM_API_KEY (engines).
+        Keys come from the environment: HETPLAN_API_KEY (clients, several with commas), HETPLAN_ADMIN_KEY (notices),
+        VLLM_API_KEY (engines).
         SIGTERM drains. Events are written on stderr, a JSON object a line.
         """
 
@@ -64,9 +66,38 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
                 host=host,
                 port=port,
                 api_keys=keys,
+                admin_key=os.environ.get("HETPLAN_ADMIN_KEY") or None,
                 engine_key=os.environ.get("VLLM_API_KEY") or None,
                 on_event=_write_event,
             )
+
+        answer(run, False)
+
+    @app.command()
+    def notices(
+        provider: Annotated[str, typer.Argument(help="aws, gcp or azure: whose machine this is.")],
+        pipeline: Annotated[int, typer.Option(min=1, help="The pipeline that this machine is part of.")],
+        router: Annotated[str, typer.Option(help="Address of the router.")] = "http://127.0.0.1:8080",
+        base_url: Annotated[
+            str | None, typer.Option(help="Address of the metadata service; by default the provider's own.")
+        ] = None,
+    ) -> None:
+        """Watch a spot machine for the notice that it will be taken away, and tell the router.
+
+        Runs on the machine itself. HETPLAN_ADMIN_KEY holds the router's key for notices. Each notice is written on
+        stderr, a JSON object a line.
+        """
+
+        def run() -> None:
+            from hetplan.runtime.spot_notices.forward import forward_notices
+
+            key = os.environ.get("HETPLAN_ADMIN_KEY")
+            if not key:
+                raise InvalidInputError("HETPLAN_ADMIN_KEY is not set; set it as it is for the router")
+            with suppress(KeyboardInterrupt):
+                forward_notices(
+                    provider, pipeline=pipeline, router=router, key=key, base_url=base_url, on_event=_write_event
+                )
 
         answer(run, False)
 

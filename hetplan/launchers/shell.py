@@ -8,12 +8,20 @@ from pathlib import Path
 from hetplan.catalog.engines import LIMITS, EngineProfile
 from hetplan.errors import InvalidInputError
 from hetplan.launchers.names import comment, quoted
-from hetplan.launchers.vllm import HTTP_PORT, Node, model_source, nodes_of
+from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, model_source, nodes_of
 from hetplan.plan import Plan
+
+# vLLM's block sizes, unless they are set.
+_BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 128
 
 
 def shell_files(
-    plan: Plan, engine: EngineProfile, *, model: str | None = None, first_port: int = HTTP_PORT
+    plan: Plan,
+    engine: EngineProfile,
+    *,
+    model: str | None = None,
+    first_port: int = HTTP_PORT,
+    sharing: CacheSharing | None = None,
 ) -> dict[str, str]:
     """The files of the target, by name; the same plan gives the same bytes.
 
@@ -26,19 +34,21 @@ def shell_files(
         Path or Hugging Face id that the engine loads; by default the model's own id.
     first_port : int
         HTTP port of the first pipeline; the others follow.
+    sharing : CacheSharing, optional
+        How engines hand caches to each other; by default they do not.
 
     Raises
     ------
     EngineLimitError
         If the engine cannot run a pipeline; it names the limit.
     InvalidInputError
-        If a name in the plan is not fit for a command line.
+        If a name in the plan is not fit for a command line, or caches cannot be shared by its pipelines.
     """
     source = model_source(plan.placement.model, model)
-    nodes = nodes_of(plan, engine, first_port=first_port)
+    nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing)
     files = {node.script: _script(node, source) for node in nodes}
     files["wait-ready.sh"] = _wait_ready(nodes)
-    files["router.json"] = json.dumps(_router(plan, nodes), indent=1) + "\n"
+    files["router.json"] = json.dumps(_router(plan, nodes, sharing), indent=1) + "\n"
     files["plan.json"] = plan.to_json() + "\n"
     files["README.md"] = _readme(plan, engine, nodes, source)
     return files
@@ -51,6 +61,7 @@ def write_shell(
     *,
     model: str | None = None,
     first_port: int = HTTP_PORT,
+    sharing: CacheSharing | None = None,
     dry_run: bool = False,
 ) -> list[Path]:
     """Write the files into a new or empty folder; with ``dry_run`` only say which.
@@ -60,7 +71,7 @@ def write_shell(
     InvalidInputError
         If the folder is not empty or cannot be written.
     """
-    files = shell_files(plan, engine, model=model, first_port=first_port)
+    files = shell_files(plan, engine, model=model, first_port=first_port, sharing=sharing)
     paths = [out / name for name in sorted(files)]
     if dry_run:
         return paths
@@ -99,6 +110,8 @@ def _script(node: Node, model: str) -> str:
     lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
     lines.append(f'export VLLM_HOST_IP="${node.address}"')
     lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
+    if "VLLM_NIXL_SIDE_CHANNEL_PORT" in node.variables:
+        lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_HOST="${node.address}"')
     lines += ["", "arguments=(", '  "$model"']
     if node.rank == 0:
         lines.append(f'  --host="${node.address}"')
@@ -130,7 +143,7 @@ def _wait_ready(nodes: list[Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
+def _router(plan: Plan, nodes: list[Node], sharing: CacheSharing | None) -> dict[str, object]:
     """Targets and weights for a weighted round-robin: each pipeline's predicted requests per second."""
     rates = [
         pipeline.predictions.requests_per_s.value
@@ -139,7 +152,7 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
         for _ in range(pipeline.count)
     ]
     heads = [node for node in nodes if node.rank == 0]
-    return {
+    content: dict[str, object] = {
         "model": plan.placement.model.name,
         "targets": [
             {
@@ -150,6 +163,24 @@ def _router(plan: Plan, nodes: list[Node]) -> dict[str, object]:
             }
             for node, rate in zip(heads, rates, strict=True)
         ],
+    }
+    if sharing is not None:
+        content["kv_transfer"] = _kv_transfer(plan, sharing, local=any(node.local for node in nodes))
+    return content
+
+
+def _kv_transfer(plan: Plan, sharing: CacheSharing, *, local: bool) -> dict[str, object]:
+    """How caches are sent, and what that takes: the slowest link between machines of the plan."""
+    model = plan.placement.model
+    link = min((m.inter_node_link for m in plan.placement.cluster.instance_types), key=lambda link: link.bytes_per_s)
+    return {
+        "storage": sharing.storage,
+        "block_tokens": _BLOCK_TOKENS_CPU if local else _BLOCK_TOKENS,
+        "layers": model.layer_count,
+        "cache_bytes_per_token": model.kv_bytes_per_token(),
+        "bytes_per_s": link.bytes_per_s,
+        "latency_s": link.latency_s,
+        "source": "the plan's slowest link between machines; measure a transfer and write what it takes here",
     }
 
 

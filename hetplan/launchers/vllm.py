@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
 
 from hetplan.catalog.dtypes import Dtype
 from hetplan.catalog.engines import EngineProfile
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.models import hugging_face_id
-from hetplan.errors import UnknownNameError
+from hetplan.errors import InvalidInputError, UnknownNameError
 from hetplan.launchers.limits import refuse_beyond
 from hetplan.launchers.names import argument
 from hetplan.plan import Pipeline, Plan, Stage
@@ -18,9 +21,44 @@ _DTYPES: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "flo
 _DRAIN_S = 120
 # Master ports follow HTTP ports, so that launches side by side do not meet: 8000 and 29500, 8001 and 29501 ...
 _MASTER_PORT_OFFSET = 29500 - 8000
+_NIXL_PORT_OFFSET = 5600 - 8000
 HTTP_PORT = 8000
+KvConnector = Literal["ExampleConnector", "NixlConnector"]
 # The methods that `ModelSpec.with_dtypes` writes for weights quantised while loading.
 _ONLINE = "online-"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSharing:
+    """How engines hand caches to each other: vLLM's connector, and the folder of one that needs it."""
+
+    connector: KvConnector
+    storage: str | None = None
+
+
+def cache_sharing(connector: str | None, storage: str | None) -> CacheSharing | None:
+    """The connector that was asked for, checked; None for none.
+
+    Raises
+    ------
+    InvalidInputError
+        If the connector is not known, or the folder is missing, not wanted, or not an absolute path.
+    """
+    if connector is None:
+        if storage is not None:
+            raise InvalidInputError(f"kv_storage {storage!r} needs a kv_connector; give 'ExampleConnector'")
+        return None
+    if connector == "NixlConnector":
+        if storage is not None:
+            raise InvalidInputError(f"NixlConnector uses no folder; leave kv_storage {storage!r} away")
+        return CacheSharing("NixlConnector")
+    if connector != "ExampleConnector":
+        raise InvalidInputError(f"kv_connector is 'ExampleConnector' or 'NixlConnector', got {connector!r}")
+    if storage is None:
+        raise InvalidInputError("ExampleConnector needs a folder that all engines see; give kv_storage")
+    if not PurePosixPath(argument(storage, "kv_storage")).is_absolute():
+        raise InvalidInputError(f"kv_storage {storage!r} is relative; give an absolute path")
+    return CacheSharing("ExampleConnector", storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +92,9 @@ def model_source(model: ModelSpec, given: str | None) -> str:
     return argument(given, "model")
 
 
-def nodes_of(plan: Plan, engine: EngineProfile, *, first_port: int = HTTP_PORT) -> list[Node]:
+def nodes_of(
+    plan: Plan, engine: EngineProfile, *, first_port: int = HTTP_PORT, sharing: CacheSharing | None = None
+) -> list[Node]:
     """Every machine of every pipeline copy of a plan.
 
     Raises
@@ -62,20 +102,36 @@ def nodes_of(plan: Plan, engine: EngineProfile, *, first_port: int = HTTP_PORT) 
     EngineLimitError
         If the engine cannot run a pipeline; it names the limit.
     InvalidInputError
-        If a name in the plan is not fit for a command line.
+        If a name in the plan is not fit for a command line, or caches cannot be shared by its pipelines.
     """
     nodes: list[Node] = []
     number = 0
     for deployment in plan.deployments:
         for pipeline in deployment.pipelines:
             refuse_beyond(engine, pipeline)
+            if sharing is not None:
+                _refuse_sharing(plan, pipeline, sharing)
             for _ in range(pipeline.count):
                 number += 1
-                nodes += _pipeline_nodes(plan, pipeline, number, first_port + number - 1)
+                nodes += _pipeline_nodes(plan, pipeline, number, first_port + number - 1, sharing)
     return nodes
 
 
-def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int) -> list[Node]:
+def _refuse_sharing(plan: Plan, pipeline: Pipeline, sharing: CacheSharing) -> None:
+    """ExampleConnector names files by layer, not by rank, and writes a prompt that is prefilled in chunks short."""
+    if sharing.connector != "ExampleConnector":
+        return
+    if any(stage.tensor_parallel > 1 for stage in pipeline.stages):
+        raise InvalidInputError("ExampleConnector loses caches under tensor parallelism; choose NixlConnector")
+    batched = plan.max_num_batched_tokens(pipeline)
+    if batched < pipeline.max_model_len:
+        raise InvalidInputError(
+            f"ExampleConnector needs prompts to be prefilled whole: max_num_batched_tokens is {batched}, below the "
+            f"max_model_len of {pipeline.max_model_len}. Plan with max_num_batched_tokens={pipeline.max_model_len}"
+        )
+
+
+def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int, sharing: CacheSharing | None) -> list[Node]:
     # vLLM numbers ranks along the pipeline, so machines are ranked by their first stage.
     order = list(dict.fromkeys(stage.node for stage in pipeline.stages))
     head = address_variable(number, 0)
@@ -94,8 +150,9 @@ def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int) -> l
                 address=address_variable(number, rank),
                 head_address=head,
                 port=port,
-                arguments=_arguments(plan, pipeline, stages, rank, len(order), number, port, local=local),
-                variables=_variables(pipeline, local=local),
+                arguments=_arguments(plan, pipeline, stages, rank, len(order), number, port, local=local)
+                + _sharing_arguments(sharing),
+                variables=_variables(pipeline, local=local) | _sharing_variables(sharing, port),
                 local=local,
             )
         )
@@ -151,6 +208,24 @@ def _arguments(
     if problem.max_num_batched_tokens is None and local:
         flags.pop("--max-num-batched-tokens")
     return tuple(name if value is None else f"{name}={value}" for name, value in flags.items())
+
+
+def _sharing_arguments(sharing: CacheSharing | None) -> tuple[str, ...]:
+    if sharing is None:
+        return ()
+    settings: dict[str, object] = {"kv_connector": sharing.connector, "kv_role": "kv_both"}
+    if sharing.storage is None:
+        # By default a request whose source is gone ends with an error.
+        settings["kv_load_failure_policy"] = "recompute"
+        return (f"--kv-transfer-config={json.dumps(settings)}",)
+    settings["kv_connector_extra_config"] = {"shared_storage_path": sharing.storage}
+    return (f"--kv-transfer-config={json.dumps(settings)}", "--no-enable-chunked-prefill")
+
+
+def _sharing_variables(sharing: CacheSharing | None, port: int) -> dict[str, str]:
+    if sharing is None or sharing.connector != "NixlConnector":
+        return {}
+    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(_NIXL_PORT_OFFSET + port)}
 
 
 def _activation_dtype(model: ModelSpec, stage: Stage) -> Dtype:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import stat
 import subprocess
 from pathlib import Path
@@ -16,6 +18,7 @@ from hetplan.catalog.engines import get_engine
 from hetplan.launchers.limits import EngineLimitError
 from hetplan.launchers.names import argument, comment, node_name
 from hetplan.launchers.shell import shell_files
+from hetplan.launchers.vllm import cache_sharing
 
 GOLDEN = Path(__file__).parent / "golden"
 WORKLOAD = hp.Workload(input_tokens=763, output_tokens=232)
@@ -215,3 +218,51 @@ def test_names_are_passed_whole_or_refused(text: str) -> None:
     except hp.InvalidInputError:
         assert text.startswith("-") or not text.isprintable() or "/" in text or "\\" in text
     assert comment(text).isprintable()
+
+
+def whole_prefill_plan() -> hp.Plan:
+    """One GPU that prefills its longest prompt whole."""
+    limits = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
+    return hp.optimize(
+        model="llama-3.2-1b", cluster={"g6.xlarge": 1}, workload=WORKLOAD, engine=ENGINE, solver="even", **limits
+    )
+
+
+def test_engines_that_share_caches_are_told_so() -> None:
+    """The folder's name reaches vLLM as it is, through shell and JSON."""
+    plan, engine = whole_prefill_plan(), get_engine(ENGINE)
+    name = '/mnt/o\'brien "$HOME" ü'
+    script = shell_files(plan, engine, sharing=cache_sharing("ExampleConnector", name))["pipeline-1-node-0.sh"]
+    argument_line = next(line for line in script.splitlines() if "--kv-transfer-config=" in line)
+    (word,) = shlex.split(argument_line)
+    settings = json.loads(word.removeprefix("--kv-transfer-config="))
+    assert settings["kv_connector_extra_config"] == {"shared_storage_path": name}
+    assert "  --no-enable-chunked-prefill" in script.splitlines()
+    script = shell_files(plan, engine, sharing=cache_sharing("NixlConnector", None))["pipeline-1-node-0.sh"]
+    assert '"kv_load_failure_policy": "recompute"' in script
+    assert 'export VLLM_NIXL_SIDE_CHANNEL_HOST="$HETPLAN_PIPELINE_1_NODE_0"' in script
+    assert "export VLLM_NIXL_SIDE_CHANNEL_PORT=5600" in script
+
+
+@pytest.mark.parametrize(
+    ("connector", "storage", "why"),
+    [
+        (None, "/kv", "needs a kv_connector"),
+        ("NixlConnector", "/kv", "uses no folder"),
+        ("LMCacheConnectorV1", None, "'ExampleConnector' or 'NixlConnector'"),
+        ("ExampleConnector", None, "needs a folder"),
+        ("ExampleConnector", "kv", "absolute"),
+        ("ExampleConnector", "/kv\n", "control characters"),
+    ],
+)
+def test_a_way_to_share_caches_that_cannot_be_is_refused(connector: str | None, storage: str | None, why: str) -> None:
+    with pytest.raises(hp.errors.InvalidInputError, match=why):
+        cache_sharing(connector, storage)
+
+
+def test_plans_whose_caches_the_example_connector_would_spoil_are_refused() -> None:
+    sharing = cache_sharing("ExampleConnector", "/kv")
+    with pytest.raises(hp.errors.InvalidInputError, match="tensor parallelism"):
+        shell_files(plan_of("multi-node"), get_engine(ENGINE), sharing=sharing)
+    with pytest.raises(hp.errors.InvalidInputError, match="prefilled whole"):
+        shell_files(plan_of("single-node"), get_engine(ENGINE), sharing=sharing)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 VERSION = "0.32.0"
+NIXL_VERSION = "1.5.1"
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("HETPLAN_CACHE", Path.home() / ".cache" / "hetplan"))
 
@@ -79,6 +80,19 @@ def vllm_environment() -> Path:
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
             ready.touch()
         _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", ROOT)
+    return folder
+
+
+def nixl_packages(environment: Path) -> Path:
+    """A folder for PYTHONPATH with NIXL, beside the environment: engines that do not name it are as they were."""
+    folder = CACHE / f"nixl-{NIXL_VERSION}"
+    with _lock(folder.name):
+        ready = folder / "ready"
+        if not ready.exists():
+            packages = (f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}")
+            install = ("-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target")
+            _run(environment / "bin" / "python", *install, folder, *packages)
+            ready.touch()
     return folder
 
 

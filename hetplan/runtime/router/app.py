@@ -17,9 +17,11 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from hetplan.runtime.recovery import ObservedCosts
 from hetplan.runtime.router.answers import KEEP_ALIVE, Stream, error_content, whole_answer
 from hetplan.runtime.router.engine import PATHS, EngineRefusedError, Engines, InterruptedAttempt, Transport
 from hetplan.runtime.router.fields import Endpoint, Handling, RefusedField
+from hetplan.runtime.router.handover import Handover
 from hetplan.runtime.router.journal import Entry, Journal, JournalFullError
 from hetplan.runtime.router.metrics import Metrics
 from hetplan.runtime.router.openapi import document
@@ -34,6 +36,7 @@ _BODY_TIMEOUT_S = 30.0
 _RENDER_TIMEOUT_S = 60.0
 _SWEEP_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
+_MAX_GRACE_S = 86_400
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -76,6 +79,8 @@ class Router:
     settings : RouterSettings
     api_keys : tuple of str
         Keys that clients may show; without any, no key is asked for.
+    admin_key : str, optional
+        Key for notices; without it they are not taken over HTTP.
     engine_key : str, optional
         Key that the engines ask for.
     on_event : callable, optional
@@ -87,11 +92,13 @@ class Router:
         settings: RouterSettings,
         *,
         api_keys: tuple[str, ...] = (),
+        admin_key: str | None = None,
         engine_key: str | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.settings = settings
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._admin_key = None if admin_key is None else hashlib.sha256(admin_key.encode()).digest()
         self._headers = {} if engine_key is None else {"Authorization": f"Bearer {engine_key}"}
         self._on_event: OnEvent = on_event or (lambda _name, _values: None)
         self.metrics = Metrics()
@@ -106,6 +113,7 @@ class Router:
         application = web.Application(client_max_size=self.settings.max_body_bytes, middlewares=[self._guard])
         application.router.add_post("/v1/completions", self._completions)
         application.router.add_post("/v1/chat/completions", self._chat)
+        application.router.add_post("/admin/notices", self._notice)
         application.router.add_get("/v1/requests/{request_id}", self._reconnect)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/health", self._health)
@@ -133,7 +141,9 @@ class Router:
             folder=settings.journal_folder,
             fsync=settings.journal_fsync,
         )
-        self._tools = Tools(targets, engines, journal, self.metrics, self._on_event)
+        costs = ObservedCosts()
+        self._tools = Tools(targets, engines, journal, self.metrics, costs, self._on_event)
+        self._handover = Handover(targets, engines, costs, settings.kv_transfer, self._session, self._headers)
         self.metrics.gauge("requests_in_flight", "Requests that run or wait", lambda: float(len(self._runs)))
         self.metrics.gauge("journal_bytes", "Bytes of the journal in memory", lambda: float(journal.bytes))
         self.metrics.gauge(
@@ -161,6 +171,7 @@ class Router:
         for producer in producers:
             producer.cancel()
         await asyncio.gather(self._sweeper, *producers, return_exceptions=True)
+        await self._handover.stop()
         await self._tools.engines.stop()
         await self._tools.targets.stop()
         await self._session.close()
@@ -190,11 +201,13 @@ class Router:
 
     def _owner(self, request: web.Request) -> str:
         """The key that a client shows, as a digest; all keys are compared, in constant time."""
-        if not self._keys:
+        admin = request.path.startswith("/admin/")
+        known_keys = self._keys if not admin else [] if self._admin_key is None else [self._admin_key]
+        if not known_keys and not admin:
             return ""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(shown, known) for known in self._keys]
+        matches = [hmac.compare_digest(shown, known) for known in known_keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise _Answer(401, "no valid key; send 'Authorization: Bearer KEY'", WWW_Authenticate="Bearer")
         return shown.hex()
@@ -240,6 +253,8 @@ class Router:
         except JournalFullError as error:
             self.metrics.ended(endpoint, "too_many")
             raise _Answer(429, f"{error}; send it again later", Retry_After="5") from None
+        except orjson.JSONEncodeError:
+            raise _Answer(400, "the body is nested too deep; send at most 200 levels") from None
         run = self._runs[entry.request_id] = _Run(entry, work)
         run.producer = asyncio.create_task(self._produce(run))
         return await self._listen(request, run, 0)
@@ -266,6 +281,8 @@ class Router:
                 content = await request.read()
         except TimeoutError:
             raise _Answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s") from None
+        except web.RequestPayloadError:
+            raise _Answer(400, "the body cannot be read; send it whole, and packed as Content-Encoding says") from None
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
@@ -376,6 +393,31 @@ class Router:
             run.producer = asyncio.create_task(self._produce(run))
         self._on_event("reconnected", {"request_id": request_id})
         return await self._listen(request, run, held)
+
+    async def _notice(self, request: web.Request) -> web.Response:
+        """A pipeline's machine is announced to go: ``{"pipeline": 1, "grace_s": 120}``; null takes the notice back."""
+        body = await self._body(request)
+        number = body.get("pipeline") if isinstance(body, dict) else None
+        targets = [target for target in self._tools.targets.all if target.settings.pipeline == number]
+        if type(number) is not int or not targets:
+            known = sorted(target.settings.pipeline for target in self._tools.targets.all)
+            raise _Answer(400, f"'pipeline' is {str(number)[:32]!r}; there is {known}", "pipeline")
+        grace_s = body.get("grace_s")
+        if grace_s is None:
+            targets[0].leaving = False
+            self._tools.targets.freed()
+            return _json({"pipeline": number, "leaving": False})
+        if type(grace_s) not in (int, float) or not 0 <= grace_s <= _MAX_GRACE_S:
+            raise _Answer(400, f"'grace_s' is {str(grace_s)[:32]!r}; send seconds from 0 to {_MAX_GRACE_S}", "grace_s")
+        running = [
+            sequence
+            for run in self._runs.values()
+            for sequence in run.sequences
+            if sequence.attempt is not None and sequence.attempt.target is targets[0]
+        ]
+        counts = self._handover.notice(targets[0], float(grace_s), running)
+        self._on_event("notice", {"pipeline": number, "grace_s": grace_s, **counts})
+        return _json({"pipeline": number, "leaving": True, **counts})
 
     async def _listen(self, request: web.Request, run: _Run, held: int) -> web.StreamResponse:
         """Send a client what comes of its request; when it goes, so does the work."""

@@ -180,7 +180,7 @@ class Journal:
         entry.events.append(event)
         self._grow(entry, _EVENT_BYTES + 8 * len(event.token_ids) + 2 * len(event.text))
         if self._log is not None:
-            self._write(entry, b"event", orjson.dumps([entry.request_id, *event.packed()]))
+            self._write(entry, b"event", orjson.dumps([entry.request_id, len(entry.events), *event.packed()]))
         entry.changed.set()
 
     def end(self, entry: Entry, *, error: tuple[int, str] | None = None, answer: dict[str, Any] | None = None) -> None:
@@ -282,7 +282,8 @@ class SegmentLog:
         if self._file is None or self._size > SEGMENT_BYTES:
             self._roll()
         assert self._file is not None  # noqa: S101
-        line = b"%08x %s %s\n" % (zlib.crc32(content), kind, content)
+        record = b"%s %s" % (kind, content)
+        line = b"%08x %s\n" % (zlib.crc32(record), record)
         view = memoryview(line)
         while view:
             view = view[os.write(self._file, view) :]
@@ -371,7 +372,11 @@ def replayed(records: Iterator[tuple[bytes, list[Any]]]) -> list[Entry]:
             (entry.rendered,) = rest
             entry.prompts = [rest[0]["token_ids"]]
         elif kind == b"event":
-            event = Event(*rest)
+            count, *packed = rest
+            event = Event(*packed)
+            if count != len(entry.events) + 1:
+                # A damaged file in between: what comes after a gap is not known.
+                continue
             entry.events.append(event)
             entry.bytes += _EVENT_BYTES + 8 * len(event.token_ids) + 2 * len(event.text)
         elif kind == b"end":
@@ -387,8 +392,8 @@ def _records(path: Path) -> Iterator[tuple[bytes, list[Any]]]:
         raise InvalidInputError(f"cannot read {path}: {error.strerror}. Remove it or choose another folder") from None
     with file:
         while line := file.readline(_MAX_LINE_BYTES):
-            crc, _, rest = line.rstrip(b"\n").partition(b" ")
-            kind, _, content = rest.partition(b" ")
-            if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(content):
+            crc, _, record = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(record):
                 return
+            kind, _, content = record.partition(b" ")
             yield kind, orjson.loads(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -256,4 +257,5 @@ def _strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    return repr(value)[:80]
+    # Unlike repr, also of what is nested a thousand levels deep.
+    return reprlib.repr(value)[:80]

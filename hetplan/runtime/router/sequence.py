@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetplan.runtime.recovery import ObservedCosts
 from hetplan.runtime.router.deltas import ChatState, Diverged, cut_logprobs, shift_offsets
 from hetplan.runtime.router.engine import Attempt, Chunk, Engines, InterruptedAttempt, Transport
 from hetplan.runtime.router.fields import Handling
@@ -33,6 +34,10 @@ class LostRequestError(Exception):
         self.status, self.message = status, message
 
 
+# Sends a sequence's cache; gives what the next engine has to be told, and what to call once it has it.
+Handover = Callable[["Sequence"], Awaitable[tuple[dict[str, Any] | None, Callable[[], Any] | None]]]
+
+
 @dataclass(slots=True)
 class Tools:
     """What sequences work with."""
@@ -41,6 +46,7 @@ class Tools:
     engines: Engines
     journal: Journal
     metrics: Metrics
+    costs: ObservedCosts
     on_event: Callable[[str, dict[str, Any]], None]
 
 
@@ -66,6 +72,9 @@ class Sequence:
     epoch: int = 0
     attempt: Attempt | None = None
     avoided: Target | None = None
+    # Where to go next, and how the cache gets there, when a notice moves this sequence.
+    preferred: Target | None = None
+    handover: Handover | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     chat: ChatState = field(default_factory=ChatState)
@@ -115,30 +124,51 @@ class Sequence:
                 return
             resumed = self.epoch > 0 or bool(self.token_ids)
             paced = self.context_tokens if resumed else 0
-            target = await self.tools.targets.wait(
-                self.model,
-                tokens=self.context_tokens + 1,
-                avoid=() if self.avoided is None else (self.avoided,),
-                paced_tokens=paced,
-            )
+            told, after = None, None
+            if self.handover is not None:
+                told, after = await self.handover(self)
+                self.handover = None
+            target = self.preferred
+            self.preferred = None
+            if target is None or not target.open:
+                target = await self.tools.targets.wait(
+                    self.model,
+                    tokens=self.context_tokens + 1,
+                    avoid=() if self.avoided is None else (self.avoided,),
+                    paced_tokens=paced,
+                )
             had = len(self.token_ids)
             self.epoch += 1
             try:
-                await self._attempt(target, self.epoch, paced)
+                await self._attempt(target, self.epoch, paced, told)
             except InterruptedAttempt as interruption:
                 self.avoided = target
                 self.tools.metrics.interrupted(interruption.reason)
                 if interruption.reason not in ("notice", "aborted", "diverged"):
                     self.tools.targets.lost(target, interruption.reason)
                 grown = len(self.token_ids) > had
-                fruitless = 0 if grown else fruitless + interruption.accepted
+                # A notice is no death: what it moves was moved by the router.
+                died = interruption.accepted and interruption.reason != "notice"
+                fruitless = 0 if grown else fruitless + died
                 if fruitless >= MAX_FRUITLESS:
                     raise LostRequestError(
                         502, f"{MAX_FRUITLESS} pipelines in a row lost this request without a new token of it"
                     ) from None
+            finally:
+                if after is not None:
+                    await after()
 
-    async def _attempt(self, target: Target, epoch: int, paced: int) -> None:
-        replayed = self.work.handling is Handling.REPLAYED or self.transport == "chat"
+    @property
+    def continues(self) -> bool:
+        """True where an answer goes on from its token ids, False where it is generated again."""
+        return self.work.handling is not Handling.REPLAYED and self.transport != "chat"
+
+    def context(self) -> list[int]:
+        """Token ids of the prompt and of the answer so far."""
+        return self._known_prompt() + self.token_ids
+
+    async def _attempt(self, target: Target, epoch: int, paced: int, told: dict[str, Any] | None) -> None:
+        replayed = not self.continues
         if self.transport == "chat":
             body = chat_body(self.work, seed=self.entry.seed)
         elif not self.token_ids or replayed:
@@ -156,18 +186,27 @@ class Sequence:
                 rendered=self.rendered,
             )
         body["model"] = target.served_model
+        if told is not None:
+            body["kv_transfer_params"] = told
         self.attempt = attempt = self.tools.engines.attempt(target)
         take = self._taker(target, replayed)
         started = self.tools.targets.now()
+        heard: float | None = None
         target.paced_tokens += paced
         try:
             async with aclosing(self.tools.engines.stream(attempt, self.transport, body)) as chunks:
                 async for chunk in chunks:
                     if epoch != self.epoch:
                         return
+                    now = self.tools.targets.now()
+                    if heard is None:
+                        self.tools.costs.prefill(self.context_tokens, now - started)
+                    elif chunk.token_ids:
+                        self.tools.costs.step((now - heard) / len(chunk.token_ids))
+                    heard = now
                     if paced:
                         target.paced_tokens -= paced
-                        self.tools.metrics.resumed(self.tools.targets.now() - started, paced)
+                        self.tools.metrics.resumed(now - started, paced)
                         self.tools.targets.freed()
                         paced = 0
                     await self._begin(chunk, target)

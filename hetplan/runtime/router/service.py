@@ -21,6 +21,7 @@ def serve(
     host: str,
     port: int,
     api_keys: tuple[str, ...],
+    admin_key: str | None,
     engine_key: str | None,
     on_event: OnEvent,
 ) -> None:
@@ -32,7 +33,7 @@ def serve(
         If the address cannot be listened on, or the journal's folder cannot be used.
     """
     _raise_file_limit()
-    router = Router(settings, api_keys=api_keys, engine_key=engine_key, on_event=on_event)
+    router = Router(settings, api_keys=api_keys, admin_key=admin_key, engine_key=engine_key, on_event=on_event)
     listening = _listening(host, port)
     on_event("listening", {"host": host, "port": listening.getsockname()[1], "pipelines": len(settings.targets)})
     # What was imported stays: the collector need not look at it again, which would hold up all streams.

@@ -56,6 +56,22 @@ class TargetSettings(Frozen):
         return f"http://{host}:{self.port}"
 
 
+class KvTransferSettings(Frozen):
+    """How a cache is sent to another pipeline when a machine is announced to go, and what that takes.
+
+    ``storage`` is the folder of vLLM's ExampleConnector; without it engines run its NixlConnector. ``block_tokens`` and
+    ``layers`` are of the model and its engine, ``source`` says where the figures come from.
+    """
+
+    storage: str | None = None
+    block_tokens: Count = 16
+    layers: Count
+    cache_bytes_per_token: Count
+    bytes_per_s: Annotated[float, Field(gt=0)]
+    latency_s: Annotated[float, Field(ge=0)] = 0.1
+    source: Annotated[str, Field(min_length=1)] = "router.json"
+
+
 class RouteSettings(Frozen):
     """The share of a query type that goes to a model's targets."""
 
@@ -74,6 +90,8 @@ class RouterSettings(Frozen):
     targets : tuple of TargetSettings
     routes : tuple of RouteSettings
         Shares per query type (header ``X-Query-Type``); without any, a request goes to the targets of its model.
+    kv_transfer : KvTransferSettings, optional
+        How caches are sent on a notice; by default they are computed anew.
     max_body_bytes, max_in_flight, max_choices
         A larger request, more requests at a time, or more sequences per request (prompts times ``n``) are refused.
     max_wait_s : float
@@ -101,6 +119,7 @@ class RouterSettings(Frozen):
     model: Annotated[str, Field(min_length=1, max_length=512)]
     targets: Annotated[tuple[TargetSettings, ...], Field(min_length=1, max_length=4096)]
     routes: tuple[RouteSettings, ...] = ()
+    kv_transfer: KvTransferSettings | None = None
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**30)] = 16 * MIB
     max_in_flight: Count = 4096
     max_choices: Count = 128

@@ -262,8 +262,11 @@ class Targets:
         return None
 
     async def _generates(self, target: Target) -> None:
-        """Ask for one token: /health does not see an engine that hangs behind its server."""
-        body = {"model": target.served_model, "prompt": [1], "max_tokens": 1}
+        """Ask for one token: /health does not see an engine that hangs behind its server.
+
+        After two, as a prompt of one can end an engine with vLLM's ExampleConnector.
+        """
+        body = {"model": target.served_model, "prompt": [1, 1], "max_tokens": 1}
         timeout = aiohttp.ClientTimeout(total=max(self._settings.stall_s, self._settings.health_timeout_s))
         async with self._session.post(
             f"{target.url}/v1/completions", json=body, headers=self._headers, timeout=timeout, allow_redirects=False

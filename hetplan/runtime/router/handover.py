@@ -1,0 +1,177 @@
+"""A machine is announced to go: each of its streams stays to its end, is recomputed elsewhere, or has its cache sent.
+
+A stream that is recomputed goes on where it is while the pipeline that takes over reads its tokens for the first time
+(they are then in its prefix cache): its client waits for the few tokens that came meanwhile, not for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from hetplan.runtime.kv_transfer import KvTransfer, Nixl, SharedStorage, TransferError
+from hetplan.runtime.recovery import ObservedCosts, Recovery, RunningRequest, TransferCost, choose_recovery
+from hetplan.runtime.router.engine import EngineRefusedError, Engines, InterruptedAttempt
+from hetplan.runtime.router.sequence import Sequence
+from hetplan.runtime.router.settings import KvTransferSettings
+from hetplan.runtime.router.targets import Target, Targets
+
+# Left of the grace for those that stayed and did not end: to be sent elsewhere while their engine still answers.
+_MARGIN_S = 2.0
+_WARM_TIMEOUT_S = 60.0
+# Where nothing says what may still come, a stream is taken to go on for long.
+_UNKNOWN_TOKENS = 2**20
+
+
+class Handover:
+    """What the router does on notices.
+
+    Parameters
+    ----------
+    targets : Targets
+    engines : Engines
+    costs : ObservedCosts
+        What prefills and steps were seen to take.
+    transfer : KvTransferSettings, optional
+        How caches are sent; by default they are not.
+    session, headers
+        For engines that are asked to send.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        engines: Engines,
+        costs: ObservedCosts,
+        transfer: KvTransferSettings | None,
+        session: aiohttp.ClientSession,
+        headers: dict[str, str],
+    ) -> None:
+        self._targets, self._engines, self._costs = targets, engines, costs
+        self._session, self._headers = session, headers
+        self._transfer: KvTransfer | None = None
+        self._transfer_cost: TransferCost | None = None
+        if transfer is not None:
+            self._transfer = (
+                Nixl()
+                if transfer.storage is None
+                else SharedStorage(Path(transfer.storage), transfer.block_tokens, transfer.layers)
+            )
+            self._transfer_cost = TransferCost(
+                latency_s=transfer.latency_s,
+                cache_bytes_per_token=transfer.cache_bytes_per_token,
+                bytes_per_s=transfer.bytes_per_s,
+                source=transfer.source,
+            )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def notice(self, target: Target, grace_s: float, sequences: list[Sequence]) -> dict[str, int]:
+        """Take a notice: nothing new goes to the target, and each of its streams is dealt with.
+
+        Parameters
+        ----------
+        target : Target
+        grace_s : float
+            Seconds until it may be lost.
+        sequences : list of Sequence
+            All that run on it.
+
+        Returns
+        -------
+        dict of str to int
+            How many streams stay, are recomputed and are sent.
+        """
+        self._targets.leaves(target)
+        end = time.monotonic() + grace_s
+        by_name = {f"{sequence.entry.request_id}/{sequence.choice}": sequence for sequence in sequences}
+        running = [
+            RunningRequest(
+                request_id=name,
+                context_tokens=max(1, sequence.context_tokens),
+                remaining_tokens=_UNKNOWN_TOKENS if sequence.remaining_tokens is None else sequence.remaining_tokens,
+                sendable=sequence.transport == "completions" and sequence.continues,
+            )
+            for name, sequence in by_name.items()
+        ]
+        choices = choose_recovery(running, max(0.0, grace_s - _MARGIN_S), self._costs.costs(self._transfer_cost))
+        counts = {"stay": 0, "recompute": 0, "transfer": 0}
+        for name, choice in choices.items():
+            counts[choice.move] += 1
+            task = asyncio.create_task(self._move(by_name[name], target, choice, end))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return counts
+
+    async def stop(self) -> None:
+        """Give up what is under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _move(self, sequence: Sequence, target: Target, choice: Recovery, end: float) -> None:
+        move = choice.move
+        if move == "stay":
+            # What was predicted may be wrong: in time for all others it goes as well.
+            recompute_s = choice.recompute_s or 0.0
+            await asyncio.sleep(max(0.0, end - time.monotonic() - _MARGIN_S - recompute_s))
+            move = "recompute"
+        if not _runs_on(sequence, target):
+            return
+        if move == "transfer":
+            sequence.handover = self._sender(target, end)
+        else:
+            await self._warm(sequence, target)
+        attempt = sequence.attempt
+        if attempt is not None and attempt.target is target:
+            attempt.leave("notice")
+
+    async def _warm(self, sequence: Sequence, leaving: Target) -> None:
+        """Let the next pipeline read the tokens so far while the old one goes on."""
+        if sequence.transport != "completions" or not sequence.continues or not sequence.token_ids:
+            return
+        tokens = sequence.context_tokens
+        target = self._targets.choose(sequence.model, tokens=tokens + 1, avoid=(leaving,), paced_tokens=tokens)
+        if target is None or target is leaving:
+            return
+        sequence.preferred = target
+        body = {
+            "model": target.served_model,
+            "prompt": sequence.context(),
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        target.paced_tokens += tokens
+        try:
+            await self._engines.ask(target, "/v1/completions", body, _WARM_TIMEOUT_S)
+        except (InterruptedAttempt, EngineRefusedError):
+            sequence.preferred = None
+        finally:
+            target.paced_tokens -= tokens
+            self._targets.freed()
+
+    def _sender(self, source: Target, end: float) -> Any:
+        async def send(sequence: Sequence) -> tuple[dict[str, Any] | None, Any]:
+            assert self._transfer is not None  # noqa: S101
+            ids = sequence.context()
+            try:
+                sent = await self._transfer.send(
+                    self._session,
+                    source.url,
+                    ids,
+                    model=source.served_model or source.model,
+                    timeout_s=max(0.1, end - time.monotonic()),
+                    headers=self._headers,
+                )
+            except TransferError:
+                return None, None
+            return sent.params, lambda: self._transfer.forget(ids) if self._transfer is not None else None
+
+        return send
+
+
+def _runs_on(sequence: Sequence, target: Target) -> bool:
+    return not sequence.finished and sequence.attempt is not None and sequence.attempt.target is target

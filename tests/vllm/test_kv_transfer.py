@@ -1,0 +1,114 @@
+"""Caches that move between two real engines through a shared folder: the same tokens, fewer of them computed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from caches import MODEL, SOURCE, TARGET, gained, prompt, resumed, say, send, started, tokens_by_source
+from servers import Cluster, complete
+
+from hetplan.runtime.kv_transfer import Sent, SharedStorage, TransferError
+
+# vLLM's block on a CPU; layers of the model; its bytes: keys and values of four heads of 32 in fp32.
+BLOCK, LAYERS, BYTES_PER_TOKEN = 128, 8, 8 * 2 * 4 * 32 * 4
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="module")
+def shared(
+    storage: Path, environment: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("shared") / "out"
+    yield from started(folder, environment, model, {}, kv_connector="ExampleConnector", kv_storage=storage)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "cut"), [(300, 90), (700, 120)])
+def test_a_sent_cache_is_read_and_the_answer_goes_on(
+    shared: Cluster, storage: Path, prompt_tokens: int, cut: int
+) -> None:
+    transfer = SharedStorage(storage, BLOCK, LAYERS)
+    ids = prompt(prompt_tokens, seed=prompt_tokens)
+    whole = complete(SOURCE, ids, 200)
+    so_far = ids + whole[:cut]
+    sent = send(transfer, so_far)
+    assert sent.tokens == (len(so_far) - 1) // BLOCK * BLOCK
+    # Bytes of the cache, and a small header in each layer's file.
+    assert sent.bytes is not None
+    assert 0 <= sent.bytes - sent.tokens * BYTES_PER_TOKEN <= LAYERS * 200
+    before = tokens_by_source(TARGET)
+    rest, seconds = resumed(so_far, 200 - cut, sent.params)
+    assert rest == whole[cut:]
+    assert gained(before, "external_kv_transfer") == sent.tokens
+    assert gained(before, "local_compute") == len(so_far) - sent.tokens
+    say(f"{len(so_far)} tokens: {sent.bytes} bytes sent in {sent.seconds:.3f} s, {200 - cut} more in {seconds:.3f} s")
+    asyncio.run(transfer.forget(so_far))
+    assert rest[:20] == resumed(so_far, 20, None)[0]
+
+
+def test_many_caches_at_once(shared: Cluster, storage: Path) -> None:
+    transfer = SharedStorage(storage, BLOCK, LAYERS)
+    prompts = [prompt(400, seed=index) for index in range(4)]
+    wholes = [complete(SOURCE, ids, 40) for ids in prompts]
+    running = [ids + whole[:20] for ids, whole in zip(prompts, wholes, strict=True)]
+
+    async def all_sent() -> list[Sent]:
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{SOURCE}"
+            sends = [transfer.send(session, url, ids, model=MODEL, timeout_s=60.0) for ids in running]
+            return await asyncio.gather(*sends)
+
+    before = tokens_by_source(TARGET)
+    assert [sent.tokens for sent in asyncio.run(all_sent())] == [384] * 4
+    for ids, whole in zip(running, wholes, strict=True):
+        assert resumed(ids, 20, None)[0] == whole[20:]
+    assert gained(before, "external_kv_transfer") == 4 * 384
+
+
+def test_a_part_is_written_anew(shared: Cluster, storage: Path) -> None:
+    """A writer that died in the middle leaves a part, which would end the engine that reads it."""
+    transfer = SharedStorage(storage, BLOCK, LAYERS)
+    ids = prompt(500, seed=5)
+    whole = complete(SOURCE, ids, 60)
+    so_far = ids + whole[:30]
+    known = set(storage.iterdir())
+    send(transfer, so_far)
+    (folder,) = set(storage.iterdir()) - known
+    files = sorted(folder.iterdir())
+    files[0].unlink()
+    os.truncate(files[1], files[1].stat().st_size // 2)
+    assert send(transfer, so_far).tokens == 512
+    assert resumed(so_far, 30, None)[0] == whole[30:]
+
+
+def test_changed_bytes_are_not_noticed(shared: Cluster, storage: Path) -> None:
+    """vLLM's example has no checksum: who may write in the folder may change answers. A limit that is documented."""
+    transfer = SharedStorage(storage, BLOCK, LAYERS)
+    ids = prompt(600, seed=6)
+    whole = complete(SOURCE, ids, 80)
+    so_far = ids + whole[:50]
+    known = set(storage.iterdir())
+    sent = send(transfer, so_far)
+    (folder,) = set(storage.iterdir()) - known
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        start = 8 + struct.unpack("<Q", content[:8])[0]
+        numbers = struct.unpack(f"<{(len(content) - start) // 4}f", content[start:])
+        file.write_bytes(content[:start] + struct.pack(f"<{len(numbers)}f", *reversed(numbers)))
+    assert send(transfer, so_far).bytes == sent.bytes
+    assert resumed(so_far, 30, None)[0] != whole[50:]
+
+
+def test_a_source_without_the_connector_sends_nothing(shared: Cluster, tmp_path: Path) -> None:
+    """It answers, but writes elsewhere than asked."""
+    with pytest.raises(TransferError, match="did not write all 256 tokens of all 8 layers"):
+        send(SharedStorage(tmp_path, BLOCK, LAYERS), prompt(300, seed=9))
