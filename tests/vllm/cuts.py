@@ -75,7 +75,9 @@ class BreakingNetwork:
             cuts.asked.append(request.path)
             after = cuts.after_tokens.pop(0) if cuts.after_tokens else None
         headers = {"Content-Type": request.content_type}
-        async with self._session.request(request.method, self._engine + request.path, data=body, headers=headers) as got:
+        async with self._session.request(
+            request.method, self._engine + request.path, data=body, headers=headers
+        ) as got:
             response = web.StreamResponse(status=got.status, headers={"Content-Type": got.content_type})
             if after is None or got.status != 200:
                 await response.prepare(request)
