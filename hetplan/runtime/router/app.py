@@ -37,6 +37,8 @@ _RENDER_TIMEOUT_S = 60.0
 _SWEEP_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_GRACE_S = 86_400
+# What engines do in their own chats only, not where they are sent token ids.
+_OWN_CHAT = frozenset({"tools", "tool_choice", "return_tokens_as_token_ids", "logprob_token_ids"})
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -328,7 +330,7 @@ class Router:
         if entry.endpoint == "chat":
             transport = "generate"
             target = await self._tools.targets.wait(model)
-            if target.parses_chat or not target.renders or "tools" in work.rows or "tool_choice" in work.rows:
+            if target.parses_chat or not target.renders or not _OWN_CHAT.isdisjoint(work.rows):
                 transport = "chat"
         if (
             not work.stream
