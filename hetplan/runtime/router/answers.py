@@ -23,11 +23,19 @@ def error_content(status: int, message: str, param: str | None = None) -> bytes:
 
 def usage_of(entry: Entry) -> dict[str, Any]:
     """Tokens of prompts, counted once each, and of answers."""
-    return _usage(sum(map(len, entry.prompts)), sum(len(event.token_ids) for event in entry.events))
+    counts = {event.choice: event.reasoning_tokens for event in entry.events if event.reasoning_tokens is not None}
+    completion = sum(len(event.token_ids) for event in entry.events)
+    return _usage(sum(map(len, entry.prompts)), completion, sum(counts.values()) if counts else None)
 
 
-def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+def _usage(prompt: int, completion: int, reasoning: int | None) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None if reasoning is None else {"reasoning_tokens": reasoning},
+    }
 
 
 class Stream:
@@ -68,12 +76,12 @@ class Stream:
             else:
                 has_role = bool((event.delta or {}).get("role"))
                 if first and not has_role:
-                    role = self._with_usage(self._with_prompt(self._role(event)), event.choice, before)
+                    role = self._with_usage(self._with_prompt(self._role(event)), event, before)
                     parts.append(b"data: %s\n\n" % orjson.dumps(role))
                 content = self._chat(event)
                 if has_role:
                     content = self._with_prompt(content)
-            content = self._with_usage(content, event.choice, before + len(event.token_ids))
+            content = self._with_usage(content, event, before + len(event.token_ids))
             parts.append(b"id: %d\ndata: %s\n\n" % (self.sent, orjson.dumps(content)))
         return b"".join(parts)
 
@@ -110,10 +118,11 @@ class Stream:
             content["prompt_token_ids"] = self._entry.prompts[0]
         return content
 
-    def _with_usage(self, content: dict[str, Any], choice: int, completion: int) -> dict[str, Any]:
+    def _with_usage(self, content: dict[str, Any], event: Event, completion: int) -> dict[str, Any]:
         """With the tokens of the choice until here, and of the prompt that it answers."""
         if self._work.continuous_usage:
-            content["usage"] = _usage(len(self._entry.prompts[choice // self._work.n]), completion)
+            prompt = len(self._entry.prompts[event.choice // self._work.n])
+            content["usage"] = _usage(prompt, completion, event.reasoning_tokens)
         return content
 
     def _chat(self, event: Event) -> dict[str, Any]:
@@ -142,6 +151,8 @@ def whole_answer(entry: Entry, work: Work, model: str) -> bytes:
         "object": "text_completion" if completions else "chat.completion",
         "created": entry.created,
         "model": model,
+        "service_tier": None,
+        "system_fingerprint": None,
     }
     if entry.answer is not None:
         return orjson.dumps(entry.answer | {"id": entry.request_id, "model": model})

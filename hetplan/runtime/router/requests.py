@@ -165,6 +165,9 @@ def chat_body(work: Work, choice: int, *, seed: int) -> dict[str, Any]:
         "n": 1,
         "include_reasoning": True,
     }
+    if work.include_usage:
+        # Only the engine's parser can count thoughts.
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return body | _seed(work, choice, seed, replayed=True)
 
 

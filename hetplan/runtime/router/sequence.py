@@ -386,7 +386,8 @@ class _ChatReplay:
         logprobs = chunk.logprobs
         if logprobs is not None and len(fresh) < len(chunk.token_ids):
             logprobs = last_logprobs(logprobs, len(fresh))
-        sequence._emit(Event(sequence.choice, fresh, "", logprobs, chunk.finish_reason, chunk.stop_reason, delta or {}))
+        reason, why = chunk.finish_reason, chunk.stop_reason
+        sequence._emit(Event(sequence.choice, fresh, "", logprobs, reason, why, delta, chunk.reasoning_tokens))
 
 
 async def run_all(sequences: list[Sequence]) -> None:
