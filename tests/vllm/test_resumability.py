@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +45,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call>'
 class Case:
     """A request about some rows of the table.
 
-    ``derived`` gives more of its settings from the answer without them. ``with_rows`` are settings that stay when the
-    rows' own are left out to see that they matter. What is sampled anew after a cut cannot be the same; what was
-    emitted before it is kept. Long answers are cut at every few tokens.
+    ``derived`` gives more of its settings from the answer without them. What is sampled anew after a cut is not the
+    ``same``; what was emitted before it is kept. A case ``matters`` where an engine answers otherwise without its rows.
+    With ``twice`` the second attempt is cut too. Long answers are cut at ``every`` few tokens.
     """
 
     rows: tuple[str, ...]
@@ -58,7 +59,7 @@ class Case:
     matters: bool = True
     twice: bool = False
     every: int = 1
-    # Parts of answers in which clients see what the rows do, or what cannot be the same twice.
+    # Tells cases of the same rows apart.
     note: str = ""
 
     def name(self, endpoint: Endpoint) -> str:
@@ -395,14 +396,15 @@ def ports(environment: Path, model: Path, tmp_path_factory: pytest.TempPathFacto
     )
     wrapper.chmod(0o755)
     clusters = []
+    plan = local_plan(model, [[8]])
     for name, port in PORTS.items():
-        hp.launch(local_plan(model, [[8]]), out=folder / name, model=str(model), first_port=port)
+        hp.launch(plan, out=folder / name, model=str(model), first_port=port)
         clusters.append(
             Cluster(folder / name, environment, {"HETPLAN_VLLM": str(wrapper)} if name == "parsing" else {})
         )
     try:
-        for cluster in clusters:
-            cluster.start()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(Cluster.start, clusters))
         yield PORTS
     finally:
         for cluster in clusters:
@@ -471,7 +473,7 @@ async def _one(
 ) -> None:
     after, kind, stream = cut
     got, cuts = await bench.cut(endpoint, body, after, kind, stream=stream)
-    said = f"cut after {after} tokens by a broken {kind}, {'streamed' if stream else 'whole'}: asked {cuts.asked}"
+    said = f"cut after {after} tokens by a {kind}, {'streamed' if stream else 'whole'}: asked {cuts.asked}"
     assert got.status == 200, (said, got.content)
     # It was cut, and another engine asked.
     assert cuts.after_tokens == [], said
@@ -597,10 +599,8 @@ def test_every_row_has_a_case(name: str, endpoint: Endpoint, handling: Handling)
     elif (name, endpoint) not in REFUSED_BY_THE_ENGINE:
         cases = [case for case in CASES if name in case.rows and endpoint in case.endpoints]
         assert cases
-        handlings = {
-            taken(_wanted(case, endpoint) | {"stream": handling is not Handling.WHOLE}, endpoint, 8).handling
-            for case in cases
-        }
+        bodies = [_for_stream(_wanted(case, endpoint), stream=False) for case in cases]
+        handlings = {taken(body, endpoint, 8).handling for body in bodies}
         if handling in (Handling.REPLAYED, Handling.WHOLE):
             assert handlings == {handling}
 
