@@ -1,12 +1,13 @@
 # make demo   plan Llama-3.1-70B on 24 mixed GPUs, from a real config.json
 # make test   lint, types, all tests, docs
 # make test-vllm  what needs real vLLM: finds or makes its environment in ~/.cache/hetplan
+# make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed
 # make bench  speed, growth and the figures quoted in docs
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm lint docs bench clean
+.PHONY: demo test test-vllm lint docs bench soak clean
 
 $(BIN)/hetplan: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +39,9 @@ docs: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks
+
+soak: $(VENV)/dev
+	$(BIN)/python -m benchmarks soak
 
 clean:
 	rm -rf $(VENV) docs/_build build dist

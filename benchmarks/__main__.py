@@ -21,6 +21,7 @@ from benchmarks.placement import placement
 from benchmarks.predict_then_measure import predict_then_measure
 from benchmarks.router import router
 from benchmarks.simulator import simulator
+from benchmarks.soak import soak
 from hetplan.api import make_problem
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.placement.dp_beam import DpBeam
@@ -156,7 +157,7 @@ def main() -> None:
     planned = (algorithm_1, growth, auto, placement, allocation, predictions, simulator)
     sections = {f.__name__: f for f in (*planned, router, demo)}
     # Only when named: they need vLLM's environment.
-    engines = {f.__name__: f for f in (predict_then_measure,)}
+    engines = {f.__name__: f for f in (predict_then_measure, soak)}
     for name in sys.argv[1:] or sections:
         (sections | engines)[name]()
 

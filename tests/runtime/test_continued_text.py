@@ -169,3 +169,17 @@ def test_a_stop_string_within_the_tokens_that_must_come_is_none_though_others_co
     text = ContinuedText(decode, list(b"x"), "x", StopRule(("a",), min_tokens=3))
     piece = asyncio.run(text.feed(list(b"abcab"), "abcab", None, None))
     assert (bytes(piece.token_ids), piece.text, piece.stop_reason) == (b"abca", "abc", "a")
+
+
+def test_what_an_engine_repeats_after_a_cut_is_not_sent_again() -> None:
+    """vLLM puts the prompt's text before the answer's where the prompt ends within a character; so does who goes on."""
+
+    async def decode(tokens: list[int]) -> str:
+        return decoded(tokens)
+
+    async def run() -> str:
+        text = ContinuedText(decode, [*b"(ab", 0xC3], "p�(ab", StopRule())
+        chunks = [(0xA9, "p�(abé"), (ord("c"), "c")]
+        return "".join([(await text.feed([token], said, None, None)).text for token, said in chunks])
+
+    assert asyncio.run(run()) == "éc"

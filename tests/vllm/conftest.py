@@ -45,8 +45,12 @@ def local_plan(
     workload: hp.Workload = WORKLOAD,
     calibrations: Mapping[str, hp.Calibration] | None = None,
     memory_share: float = MEMORY_SHARE,
+    in_flight: int = 8,
 ) -> hp.Plan:
-    """One pipeline per list of layers per stage, a machine for each stage, within vLLM's limits."""
+    """One pipeline per list of layers per stage, a machine for each stage, within vLLM's limits.
+
+    Each decodes ``in_flight`` requests at once.
+    """
     problem = make_problem(
         model=model,
         cluster={"local-cpu": sum(map(len, splits))},
@@ -58,7 +62,7 @@ def local_plan(
         engine="vllm-0.32",
         max_model_len=1024,
         gpu_memory_utilization=memory_share,
-        max_num_seqs=16,
+        max_num_seqs=max(16, in_flight),
         max_num_batched_tokens=2048,
     )
     machine, offer = problem.cluster.instance_types[0], problem.cluster.pools[0].offer.name
@@ -69,8 +73,8 @@ def local_plan(
         stages = tuple(
             StageShape((a, a + n), machine, 1, i) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))
         )
-        choices.append(PipelineChoice(stages, (offer,) * len(sizes), 8 // len(sizes)))
-        total += float(pipeline_rates(problem, estimator, stages, 8 // len(sizes)).requests_per_s[0])
+        choices.append(PipelineChoice(stages, (offer,) * len(sizes), in_flight // len(sizes)))
+        total += float(pipeline_rates(problem, estimator, stages, in_flight // len(sizes)).requests_per_s[0])
     plan = build_plan(problem, Solution(pipelines=tuple(choices), objective=total), solver="even", seed=0)
     assert hp.verify(plan) == []
     return plan

@@ -28,22 +28,12 @@ class Cluster:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self) -> None:
-        path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path, "VLLM_NO_USAGE_STATS": "1"} | self.variables
         for script in sorted(self.folder.glob("pipeline-*.sh")):
-            with (self.folder.parent / f"{self.folder.name}-{script.stem}.log").open("wb") as log:
-                self.processes[script.name] = subprocess.Popen(
-                    [script],
-                    cwd=self.folder,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            self.run(script.name)
         done = subprocess.run(
             [self.folder / "wait-ready.sh"],
             cwd=self.folder,
-            env=environment | {"HETPLAN_READY_TIMEOUT_S": str(READY_S)},
+            env=self._environment() | {"HETPLAN_READY_TIMEOUT_S": str(READY_S)},
             capture_output=True,
             text=True,
             check=False,
@@ -52,6 +42,22 @@ class Cluster:
         if done.returncode:
             logs = "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in self.folder.parent.glob("*.log"))
             raise RuntimeError(f"not ready: {done.stderr}\n{logs}")
+
+    def run(self, script: str) -> None:
+        """Start one machine's script."""
+        with (self.folder.parent / f"{self.folder.name}-{script.removesuffix('.sh')}.log").open("ab") as log:
+            self.processes[script] = subprocess.Popen(
+                [self.folder / script],
+                cwd=self.folder,
+                env=self._environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return os.environ | {"PATH": path, "VLLM_NO_USAGE_STATS": "1"} | self.variables
 
     def head(self, pipeline: int = 1) -> subprocess.Popen[bytes]:
         return self.processes[f"pipeline-{pipeline}-node-0.sh"]

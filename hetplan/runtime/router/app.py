@@ -36,6 +36,9 @@ _QUERY_TYPE = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
 _BODY_TIMEOUT_S = 30.0
 _SWEEP_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
+# vLLM's server closes connections that were idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request sent on one at that
+# moment dies with it, and the engine would be taken for dead.
+_IDLE_CONNECTION_S = 2.0
 _MAX_GRACE_S = 86_400
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 
@@ -116,7 +119,7 @@ class Router:
     async def _start(self, _application: web.Application) -> None:
         settings = self.settings
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10),
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10, keepalive_timeout=_IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             auto_decompress=False,
             trust_env=False,

@@ -86,8 +86,14 @@ class ContinuedText:
         shown = token_ids[:-1] if silent else token_ids
         if not self._in_step:
             whole = await self._decode(self._ids + shown) if self._ids or shown else ""
-            if whole is not None and whole.startswith(before):
-                right = whole[len(before) :]
+            if whole is not None and not whole.startswith(before):
+                # The first engine wrote bytes that are no characters in its own way, or the prompt before them: what
+                # is new is then told by the same decoder. A chunk's own text may repeat all that was sent.
+                before_decoded = await self._decode(self._ids) if self._ids else ""
+            else:
+                before_decoded = before
+            if whole is not None and before_decoded is not None and whole.startswith(before_decoded):
+                right = whole[len(before_decoded) :]
                 self._in_step = bool(text) and right == text
                 text = right
         self._ids += token_ids
