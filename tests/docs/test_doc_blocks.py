@@ -46,6 +46,11 @@ def test_schema_of_plan_files_is_up_to_date() -> None:
     assert make_schema.FILE.read_text(encoding="utf-8") == make_schema.schema_text(), "run python docs/make_schema.py"
 
 
+def test_the_routers_page_has_its_table_of_fields() -> None:
+    page = load("make_router_table")
+    assert page.table() in page.PAGE.read_text(encoding="utf-8"), "run python docs/make_router_table.py"
+
+
 def test_paper_page_has_every_table() -> None:
     """The tables themselves are made by docs/make_paper_tables.py."""
     tables = load("make_paper_tables").TABLES

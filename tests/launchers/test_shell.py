@@ -220,17 +220,22 @@ def test_names_are_passed_whole_or_refused(text: str) -> None:
     assert comment(text).isprintable()
 
 
-def whole_prefill_plan() -> hp.Plan:
-    """One GPU that prefills its longest prompt whole."""
-    limits = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
+def one_gpu_plan(max_num_batched_tokens: int) -> hp.Plan:
+    """Prompts of up to 4,096 tokens."""
     return hp.optimize(
-        model="llama-3.2-1b", cluster={"g6.xlarge": 1}, workload=WORKLOAD, engine=ENGINE, solver="even", **limits
+        model="llama-3.2-1b",
+        cluster={"g6.xlarge": 1},
+        workload=WORKLOAD,
+        engine=ENGINE,
+        solver="even",
+        max_model_len=4096,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
 
 
 def test_engines_that_share_caches_are_told_so() -> None:
     """The folder's name reaches vLLM as it is, through shell and JSON."""
-    plan, engine = whole_prefill_plan(), get_engine(ENGINE)
+    plan, engine = one_gpu_plan(4096), get_engine(ENGINE)
     name = '/mnt/o\'brien "$HOME" ü'
     script = shell_files(plan, engine, sharing=cache_sharing("ExampleConnector", name))["pipeline-1-node-0.sh"]
     argument_line = next(line for line in script.splitlines() if "--kv-transfer-config=" in line)
@@ -265,4 +270,4 @@ def test_plans_whose_caches_the_example_connector_would_spoil_are_refused() -> N
     with pytest.raises(hp.errors.InvalidInputError, match="tensor parallelism"):
         shell_files(plan_of("multi-node"), get_engine(ENGINE), sharing=sharing)
     with pytest.raises(hp.errors.InvalidInputError, match="prefilled whole"):
-        shell_files(plan_of("single-node"), get_engine(ENGINE), sharing=sharing)
+        shell_files(one_gpu_plan(4095), get_engine(ENGINE), sharing=sharing)

@@ -98,13 +98,11 @@ def _answers(draw: st.DrawFn) -> list[int]:
 def test_an_answer_cut_at_every_token_is_the_answer_that_was_not_cut(
     ids: list[int], stop: StopRule, sizes: list[int], confused: bool
 ) -> None:
-    # One token at a time before the cut: `min_tokens` inside a chunk is rounded to the chunk.
     whole = answered(Engine(stop), chunked(ids, [1]))
     for cut in range(1, len(whole[0])):
         if whole[2] is not None and cut == len(whole[0]):
             continue
-        sizes_after = [1] if stop.min_tokens else sizes
-        got = asyncio.run(_cut(ids, stop, cut, sizes_after, confused=confused))
+        got = asyncio.run(_cut(ids, stop, cut, sizes, confused=confused))
         assert got == whole, cut
 
 
@@ -162,6 +160,15 @@ def test_text_is_asked_for_only_until_the_engine_is_in_step() -> None:
 
     assert asyncio.run(run()) == "éabc"
     assert asked == [2, 3, 4]
+
+
+def test_a_stop_string_within_the_tokens_that_must_come_is_none_though_others_come_with_them() -> None:
+    async def decode(tokens: list[int]) -> str:
+        return decoded(tokens)
+
+    text = ContinuedText(decode, list(b"x"), "x", StopRule(("a",), min_tokens=3))
+    piece = asyncio.run(text.feed(list(b"abcab"), "abcab", None, None))
+    assert (bytes(piece.token_ids), piece.text, piece.stop_reason) == (b"abca", "abc", "a")
 
 
 def test_what_an_engine_repeats_after_a_cut_is_not_sent_again() -> None:

@@ -21,15 +21,20 @@ def error_content(status: int, message: str, param: str | None = None) -> bytes:
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
-def usage_of(entry: Entry, work: Work, completion_tokens: int | None = None) -> dict[str, Any]:
+def usage_of(entry: Entry) -> dict[str, Any]:
     """Tokens of prompts, counted once each, and of answers."""
-    prompt = sum(map(len, entry.prompts))
-    if completion_tokens is None:
-        completion_tokens = sum(len(event.token_ids) for event in entry.events)
+    counts = {event.choice: event.reasoning_tokens for event in entry.events if event.reasoning_tokens is not None}
+    completion = sum(len(event.token_ids) for event in entry.events)
+    return _usage(sum(map(len, entry.prompts)), completion, sum(counts.values()) if counts else None)
+
+
+def _usage(prompt: int, completion: int, reasoning: int | None) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
-        "total_tokens": prompt + completion_tokens,
-        "completion_tokens": completion_tokens,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None if reasoning is None else {"reasoning_tokens": reasoning},
     }
 
 
@@ -64,15 +69,19 @@ class Stream:
             event = self._entry.events[self.sent]
             self.sent += 1
             first = event.choice not in self._counts
-            count = self._counts[event.choice] = self._counts.get(event.choice, 0) + len(event.token_ids)
+            before = self._counts.get(event.choice, 0)
+            self._counts[event.choice] = before + len(event.token_ids)
             if self._work.endpoint == "completions":
                 content = self._completion(event, first)
             else:
-                if first and not (event.delta or {}).get("role"):
-                    parts.append(b"data: %s\n\n" % orjson.dumps(self._role(event)))
+                has_role = bool((event.delta or {}).get("role"))
+                if first and not has_role:
+                    role = self._with_usage(self._with_prompt(self._role(event)), event, before)
+                    parts.append(b"data: %s\n\n" % orjson.dumps(role))
                 content = self._chat(event)
-            if self._work.continuous_usage:
-                content["usage"] = usage_of(self._entry, self._work, count)
+                if has_role:
+                    content = self._with_prompt(content)
+            content = self._with_usage(content, event, before + len(event.token_ids))
             parts.append(b"id: %d\ndata: %s\n\n" % (self.sent, orjson.dumps(content)))
         return b"".join(parts)
 
@@ -82,18 +91,19 @@ class Stream:
             return b"data: %s\n\n" % error_content(*self._entry.error) + DONE
         if not self._work.include_usage:
             return DONE
-        content = {**self._head, "choices": [], "usage": usage_of(self._entry, self._work)}
+        content = {**self._head, "choices": [], "usage": usage_of(self._entry)}
         return b"data: %s\n\n" % orjson.dumps(content) + DONE
 
     def _completion(self, event: Event, first: bool) -> dict[str, Any]:
         wanted = self._work.return_token_ids
+        with_prompt = first and (wanted or self._work.echo)
         choice = {
             "index": event.choice,
             "text": event.text,
             "logprobs": event.logprobs,
             "finish_reason": event.finish_reason,
             "stop_reason": event.stop_reason,
-            "prompt_token_ids": self._entry.prompts[event.choice // self._work.n] if first and wanted else None,
+            "prompt_token_ids": self._entry.prompts[event.choice // self._work.n] if with_prompt else None,
             "token_ids": event.token_ids if wanted else None,
         }
         return {**self._head, "choices": [choice]}
@@ -101,9 +111,18 @@ class Stream:
     def _role(self, event: Event) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": event.choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        content: dict[str, Any] = {**self._head, "choices": [choice]}
+        return {**self._head, "choices": [choice]}
+
+    def _with_prompt(self, content: dict[str, Any]) -> dict[str, Any]:
         if self._work.return_token_ids and self._entry.prompts:
             content["prompt_token_ids"] = self._entry.prompts[0]
+        return content
+
+    def _with_usage(self, content: dict[str, Any], event: Event, completion: int) -> dict[str, Any]:
+        """With the tokens of the choice until here, and of the prompt that it answers."""
+        if self._work.continuous_usage:
+            prompt = len(self._entry.prompts[event.choice // self._work.n])
+            content["usage"] = _usage(prompt, completion, event.reasoning_tokens)
         return content
 
     def _chat(self, event: Event) -> dict[str, Any]:
@@ -117,6 +136,10 @@ class Stream:
             choice["stop_reason"] = event.stop_reason
         if self._work.return_token_ids:
             choice["token_ids"] = event.token_ids
+        if event.delta is not None and self._work.body.get("include_reasoning") is False:
+            # As engines do: token ids and logprobs would tell what was thought.
+            choice["delta"] = {name: value for name, value in event.delta.items() if name != "reasoning"}
+            choice |= {"logprobs": None, "token_ids": None}
         return {**self._head, "choices": [choice]}
 
 
@@ -128,6 +151,8 @@ def whole_answer(entry: Entry, work: Work, model: str) -> bytes:
         "object": "text_completion" if completions else "chat.completion",
         "created": entry.created,
         "model": model,
+        "service_tier": None,
+        "system_fingerprint": None,
     }
     if entry.answer is not None:
         return orjson.dumps(entry.answer | {"id": entry.request_id, "model": model})
@@ -149,7 +174,7 @@ def whole_answer(entry: Entry, work: Work, model: str) -> bytes:
         else:
             choice["message"] = _message(events, text)
         choices.append(choice)
-    content: dict[str, Any] = {**head, "choices": choices, "usage": usage_of(entry, work)}
+    content: dict[str, Any] = {**head, "choices": choices, "usage": usage_of(entry)}
     if not completions and work.return_token_ids and entry.prompts:
         content["prompt_token_ids"] = entry.prompts[0]
     return orjson.dumps(content)
@@ -159,8 +184,8 @@ def _message(events: list[Event], text: str) -> dict[str, Any]:
     state = ChatState()
     for event in events:
         state.add(event.delta or {})
-    message: dict[str, Any] = {"role": "assistant", "content": text or state.texts.get("content", "")}
-    return message
+    message = {"role": "assistant", "content": text or state.texts.get("content", "")}
+    return message | dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any] | None:

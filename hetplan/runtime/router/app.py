@@ -6,11 +6,11 @@ import asyncio
 import hashlib
 import hmac
 import re
+import reprlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -19,21 +19,21 @@ from aiohttp import web
 
 from hetplan.runtime.recovery import ObservedCosts
 from hetplan.runtime.router.answers import KEEP_ALIVE, Stream, error_content, whole_answer
-from hetplan.runtime.router.engine import PATHS, EngineRefusedError, Engines, InterruptedAttempt, Transport
-from hetplan.runtime.router.fields import Endpoint, Handling, RefusedField
+from hetplan.runtime.router.engine import Engines
+from hetplan.runtime.router.fields import Endpoint, RefusedField
 from hetplan.runtime.router.handover import Handover
 from hetplan.runtime.router.journal import Entry, Journal, JournalFullError
 from hetplan.runtime.router.metrics import Metrics
 from hetplan.runtime.router.openapi import document
-from hetplan.runtime.router.requests import Work, taken, whole_body
-from hetplan.runtime.router.sequence import MAX_FRUITLESS, LostRequestError, Sequence, Tools, run_all
+from hetplan.runtime.router.producing import Producer, Run
+from hetplan.runtime.router.requests import taken
+from hetplan.runtime.router.sequence import Tools
 from hetplan.runtime.router.settings import RouterSettings
-from hetplan.runtime.router.targets import NoTargetError, Target, Targets
+from hetplan.runtime.router.targets import Target, Targets
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUERY_TYPE = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
 _BODY_TIMEOUT_S = 30.0
-_RENDER_TIMEOUT_S = 60.0
 _SWEEP_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 # vLLM's server closes connections that were idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request sent on one at that
@@ -43,17 +43,6 @@ _MAX_GRACE_S = 86_400
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 
 OnEvent = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """A request that is being worked on or listened to."""
-
-    entry: Entry
-    work: Work
-    sequences: list[Sequence] = field(default_factory=list)
-    producer: asyncio.Task[None] | None = None
-    listener: asyncio.Task[Any] | None = None
 
 
 class _Answer(Exception):
@@ -105,7 +94,7 @@ class Router:
         self._headers = {} if engine_key is None else {"Authorization": f"Bearer {engine_key}"}
         self._on_event: OnEvent = on_event or (lambda _name, _values: None)
         self.metrics = Metrics()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._draining = False
         self._tools: Tools
         self._session: aiohttp.ClientSession
@@ -146,6 +135,7 @@ class Router:
         )
         costs = ObservedCosts()
         self._tools = Tools(targets, engines, journal, self.metrics, costs, self._on_event)
+        self._producer = Producer(self._tools, settings)
         self._handover = Handover(targets, engines, costs, settings.kv_transfer, self._session, self._headers)
         self.metrics.gauge("requests_in_flight", "Requests that run or wait", lambda: float(len(self._runs)))
         self.metrics.gauge("journal_bytes", "Bytes of the journal in memory", lambda: float(journal.bytes))
@@ -258,8 +248,8 @@ class Router:
             raise _Answer(429, f"{error}; send it again later", Retry_After="5") from None
         except orjson.JSONEncodeError:
             raise _Answer(400, "the body is nested too deep; send at most 200 levels") from None
-        run = self._runs[entry.request_id] = _Run(entry, work)
-        run.producer = asyncio.create_task(self._produce(run))
+        run = self._runs[entry.request_id] = Run(entry, work)
+        run.producer = asyncio.create_task(self._producer.produce(run))
         return await self._listen(request, run, 0)
 
     def _request_id(self, request: web.Request, endpoint: Endpoint) -> str:
@@ -291,86 +281,6 @@ class Router:
         except orjson.JSONDecodeError as error:
             raise _Answer(400, f"the body is not JSON: {error}") from None
 
-    async def _produce(self, run: _Run) -> None:
-        """Work on a request until it is answered; what becomes of it stands in the journal."""
-        entry, journal = run.entry, self._tools.journal
-        outcome = "ok"
-        try:
-            async with asyncio.timeout(self.settings.request_s):
-                await self._answer(run)
-            journal.end(entry, answer=entry.answer)
-        except EngineRefusedError as error:
-            outcome = "refused"
-            journal.end(entry, error=(error.status, error.message))
-        except NoTargetError as error:
-            outcome = "no_pipeline"
-            journal.end(entry, error=(503, f"{error}; send it again later"))
-        except LostRequestError as error:
-            outcome = "lost"
-            journal.end(entry, error=(error.status, str(error)))
-        except TimeoutError:
-            outcome = "too_long"
-            journal.end(entry, error=(504, f"not answered within {self.settings.request_s:g} s"))
-        except asyncio.CancelledError:
-            outcome = "left"
-            raise
-        except Exception as error:
-            outcome = "failed"
-            self._on_event("failed", {"request_id": entry.request_id, "error": repr(error)[:500]})
-            journal.end(entry, error=(500, "the router failed; its events say why"))
-        finally:
-            self.metrics.ended(entry.endpoint, outcome)
-
-    async def _answer(self, run: _Run) -> None:
-        entry, work = run.entry, run.work
-        model = entry.body.get("model")
-        transport: Transport = "completions"
-        if entry.endpoint == "chat":
-            transport = "generate"
-            target = await self._tools.targets.wait(model)
-            if target.parses_chat or not target.renders or "tools" in work.rows or "tool_choice" in work.rows:
-                transport = "chat"
-        if (
-            not work.stream
-            and not entry.events
-            and (transport == "chat" or work.handling in (Handling.WHOLE, Handling.REPLAYED))
-        ):
-            await self._whole(run, model)
-            return
-        if transport == "generate" and entry.rendered is None:
-            await self._render(run, model)
-        choices = range(work.choices)
-        run.sequences = [Sequence(self._tools, entry, work, i, transport, entry.rendered, model) for i in choices]
-        await run_all(run.sequences)
-
-    async def _whole(self, run: _Run, model: str | None) -> None:
-        path = PATHS["completions" if run.entry.endpoint == "completions" else "chat"]
-        run.entry.answer = await self._asked(model, path, whole_body(run.work), self.settings.request_s)
-
-    async def _render(self, run: _Run, model: str | None) -> None:
-        rendered = await self._asked(model, "/v1/chat/completions/render", whole_body(run.work), _RENDER_TIMEOUT_S)
-        if not isinstance(rendered.get("token_ids"), list) or not isinstance(rendered.get("sampling_params"), dict):
-            raise LostRequestError(502, "an engine rendered the chat to something that is not token ids")
-        if rendered.get("features"):
-            raise EngineRefusedError(400, "a message holds a part that is no text; only text is token ids")
-        self._tools.journal.set_rendered(run.entry, rendered)
-
-    async def _asked(self, model: str | None, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """What an engine answers at once, asked of another when it dies."""
-        avoided: list[Target] = []
-        fruitless = 0
-        while True:
-            target = await self._tools.targets.wait(model, avoid=avoided)
-            try:
-                return await self._tools.engines.ask(target, path, body | {"model": target.served_model}, timeout_s)
-            except InterruptedAttempt as interruption:
-                self.metrics.interrupted(interruption.reason)
-                self._tools.targets.lost(target, interruption.reason)
-                avoided = [target]
-                fruitless += interruption.accepted
-                if fruitless >= MAX_FRUITLESS:
-                    raise LostRequestError(502, f"{MAX_FRUITLESS} pipelines in a row lost this request") from None
-
     async def _reconnect(self, request: web.Request) -> web.StreamResponse:
         if self._draining:
             raise _Answer(503, "the router is shutting down; take up the stream at another", Retry_After="1")
@@ -387,13 +297,13 @@ class Router:
             )
         run = self._runs.get(request_id)
         if run is None:
-            run = self._runs[request_id] = _Run(entry, taken(entry.body, entry.endpoint, self.settings.max_choices))
+            run = self._runs[request_id] = Run(entry, taken(entry.body, entry.endpoint, self.settings.max_choices))
             self._tools.journal.attach(entry)
         elif run.listener is not None:
             # The old connection is dead, or its client has changed its mind.
             run.listener.cancel()
         if not entry.ended and (run.producer is None or run.producer.done()):
-            run.producer = asyncio.create_task(self._produce(run))
+            run.producer = asyncio.create_task(self._producer.produce(run))
         self._on_event("reconnected", {"request_id": request_id})
         return await self._listen(request, run, held)
 
@@ -404,14 +314,16 @@ class Router:
         targets = [target for target in self._tools.targets.all if target.settings.pipeline == number]
         if type(number) is not int or not targets:
             known = sorted(target.settings.pipeline for target in self._tools.targets.all)
-            raise _Answer(400, f"'pipeline' is {str(number)[:32]!r}; there is {known}", "pipeline")
+            raise _Answer(400, f"'pipeline' is {reprlib.repr(number)}; there is {known}", "pipeline")
         grace_s = body.get("grace_s")
         if grace_s is None:
             targets[0].leaving = False
             self._tools.targets.freed()
             return _json({"pipeline": number, "leaving": False})
         if type(grace_s) not in (int, float) or not 0 <= grace_s <= _MAX_GRACE_S:
-            raise _Answer(400, f"'grace_s' is {str(grace_s)[:32]!r}; send seconds from 0 to {_MAX_GRACE_S}", "grace_s")
+            raise _Answer(
+                400, f"'grace_s' is {reprlib.repr(grace_s)}; send seconds from 0 to {_MAX_GRACE_S}", "grace_s"
+            )
         running = [
             sequence
             for run in self._runs.values()
@@ -422,7 +334,7 @@ class Router:
         self._on_event("notice", {"pipeline": number, "grace_s": grace_s, **counts})
         return _json({"pipeline": number, "leaving": True, **counts})
 
-    async def _listen(self, request: web.Request, run: _Run, held: int) -> web.StreamResponse:
+    async def _listen(self, request: web.Request, run: Run, held: int) -> web.StreamResponse:
         """Send a client what comes of its request; when it goes, so does the work."""
         run.listener = asyncio.current_task()
         try:
@@ -436,7 +348,7 @@ class Router:
             if run.listener is asyncio.current_task():
                 await self._release(run)
 
-    async def _release(self, run: _Run) -> None:
+    async def _release(self, run: Run) -> None:
         run.listener = None
         if run.producer is not None and not run.producer.done():
             run.producer.cancel()
@@ -449,7 +361,7 @@ class Router:
     def _shown_model(self, entry: Entry) -> str:
         return entry.body.get("model") or self.settings.model
 
-    def _send_whole(self, run: _Run) -> web.Response:
+    def _send_whole(self, run: Run) -> web.Response:
         entry = run.entry
         if entry.error is not None:
             raise _Answer(*entry.error)
@@ -459,7 +371,7 @@ class Router:
             headers={"X-Request-Id": entry.request_id},
         )
 
-    async def _send_stream(self, request: web.Request, run: _Run, held: int) -> web.StreamResponse:
+    async def _send_stream(self, request: web.Request, run: Run, held: int) -> web.StreamResponse:
         entry, settings = run.entry, self.settings
         stream = Stream(entry, run.work, self._shown_model(entry), held)
         response = web.StreamResponse(

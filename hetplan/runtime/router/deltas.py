@@ -74,9 +74,25 @@ def _rest(text: str, sent: str) -> str:
     raise Diverged
 
 
-def cut_logprobs(logprobs: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Logprobs of some of a chunk's tokens, in the form of completions (parallel lists) or of chats (one list)."""
-    return {name: value[start:stop] if isinstance(value, list) else value for name, value in logprobs.items()}
+def first_logprobs(logprobs: dict[str, Any], count: int) -> dict[str, Any]:
+    """Logprobs of a chunk's first tokens, in the form of completions (parallel lists) or of chats (one list)."""
+    return {name: value[:count] if isinstance(value, list) else value for name, value in logprobs.items()}
+
+
+def last_logprobs(logprobs: dict[str, Any], count: int) -> dict[str, Any]:
+    """Those of its last tokens; before a chunk's own tokens may stand those of a prompt that is echoed."""
+    return {
+        name: value[max(0, len(value) - count) :] if isinstance(value, list) else value
+        for name, value in logprobs.items()
+    }
+
+
+def limit_top_logprobs(logprobs: dict[str, Any], count: int) -> None:
+    """Leave so many of the likeliest tokens at each position of a chat's logprobs; engines that are sent token ids give
+    the token itself where none is asked for, chats do not."""
+    for position in logprobs.get("content") or []:
+        if count >= 0:
+            position["top_logprobs"] = position["top_logprobs"][:count]
 
 
 def shift_offsets(logprobs: dict[str, Any], shift: int) -> int | None:

@@ -57,6 +57,8 @@ class Chunk:
     stop_reason: int | str | None
     prompt_token_ids: list[int] | None
     delta: dict[str, Any] | None
+    # Of the whole answer until here, where a parser of thoughts counts them.
+    reasoning_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -269,7 +271,7 @@ def _parsed(data: bytes, *, started: bool) -> Chunk:
     choice = content["choices"][0]
     if choice.get("finish_reason") in ("abort", "error"):
         raise InterruptedAttempt("aborted", accepted=True)
-    delta = choice.get("delta")
+    details = (content.get("usage") or {}).get("completion_tokens_details") or {}
     return Chunk(
         choice.get("token_ids") or [],
         choice.get("text") or "",
@@ -277,5 +279,6 @@ def _parsed(data: bytes, *, started: bool) -> Chunk:
         choice.get("finish_reason"),
         choice.get("stop_reason"),
         choice.get("prompt_token_ids") or content.get("prompt_token_ids"),
-        delta,
+        choice.get("delta"),
+        details.get("reasoning_tokens"),
     )

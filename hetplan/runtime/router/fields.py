@@ -83,9 +83,17 @@ TABLE: tuple[Field, ...] = (
     Field("messages", EXACT, "rendered to token ids once, by an engine's own endpoint", endpoints=_CHAT),
     *(
         Field(name, EXACT, _TOKENWISE)
-        for name in ("temperature", "top_p", "top_k", "min_p", "logit_bias", "ignore_eos", "stop_token_ids")
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "logit_bias",
+            "allowed_token_ids",
+            "ignore_eos",
+            "stop_token_ids",
+        )
     ),
-    Field("allowed_token_ids", EXACT, _TOKENWISE, endpoints=_COMPLETIONS),
     Field("repetition_penalty", EXACT, "counts prompt and answer alike"),
     Field("skip_special_tokens", EXACT, "looks at one token at a time"),
     Field("truncate_prompt_tokens", EXACT, "done once: the truncated ids are sent again"),
@@ -103,10 +111,9 @@ TABLE: tuple[Field, ...] = (
             "reasoning_effort",
         )
     ),
-    *(
-        Field(name, EXACT, "passed on with each attempt")
-        for name in ("priority", "cache_salt", "session_id", "return_tokens_as_token_ids")
-    ),
+    *(Field(name, EXACT, "passed on with each attempt") for name in ("priority", "cache_salt", "session_id")),
+    Field("return_tokens_as_token_ids", EXACT, "passed on with each attempt", _nonzero, _COMPLETIONS),
+    Field("return_tokens_as_token_ids", REPLAYED, "only an engine's own chat writes them so", _nonzero, _CHAT),
     Field("max_tokens", EMULATED, "the rest of it is asked for"),
     Field("max_completion_tokens", EMULATED, "the rest of it is asked for", endpoints=_CHAT),
     Field("min_tokens", EMULATED, "the rest of it is asked for"),
@@ -114,11 +121,18 @@ TABLE: tuple[Field, ...] = (
     Field("seed", EMULATED, "emitted tokens are kept; what follows is drawn with a seed derived from it"),
     Field("stop", EMULATED, "after a cut the router looks for them itself, also across it", _given),
     Field("include_stop_str_in_output", EMULATED, "after a cut the router does it itself"),
-    Field("echo", EMULATED, "the prompt's text is put before the first tokens", _nonzero, _COMPLETIONS),
+    Field(
+        "echo",
+        EMULATED,
+        "the prompt's text is put before the first tokens, unless ids are asked for",
+        _nonzero,
+        _COMPLETIONS,
+    ),
     Field("logprobs", EMULATED, "text offsets are counted on", endpoints=_COMPLETIONS),
     Field("logprobs", EXACT, _TOKENWISE, endpoints=_CHAT),
     Field("top_logprobs", EXACT, _TOKENWISE, endpoints=_CHAT),
-    Field("logprob_token_ids", EXACT, _TOKENWISE),
+    Field("logprob_token_ids", EXACT, _TOKENWISE, _given, _COMPLETIONS),
+    Field("logprob_token_ids", REPLAYED, "only an engine's own chat gives them", _given, _CHAT),
     Field("return_token_ids", EMULATED, "always asked for; passed on where the client asked"),
     Field("stream_options", EMULATED, "the router counts"),
     Field("frequency_penalty", EMULATED, "emitted tokens are counted into logit_bias", _nonzero),

@@ -34,7 +34,8 @@ _ENTRY_BYTES = 4000
 class Event:
     """One step of an answer: new tokens of a choice with their text, or its end.
 
-    ``delta`` holds what a chat's parser made of the text, where the engine has one.
+    ``delta`` holds what a chat's parser made of the text, where the engine has one; ``reasoning_tokens`` how many of
+    the choice's tokens until here were thoughts.
     """
 
     choice: int
@@ -44,6 +45,7 @@ class Event:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     delta: dict[str, Any] | None = None
+    reasoning_tokens: int | None = None
 
     def packed(self) -> list[Any]:
         """The event as plain data."""
@@ -55,6 +57,7 @@ class Event:
             self.finish_reason,
             self.stop_reason,
             self.delta,
+            self.reasoning_tokens,
         ]
 
 

@@ -113,12 +113,7 @@ def first_body(
         for name, value in (work.body if rendered is None else rendered["sampling_params"]).items()
         if name not in _NOT_FOR_ENGINES and (rendered is not None or _for_engines(work, name))
     }
-    given = work.body.get("seed")
-    if given is not None:
-        settings["seed"] = (given + choice % work.n + _SEEDS) % (2 * _SEEDS) - _SEEDS
-    elif work.handling is Handling.REPLAYED and work.body.get("temperature") != 0:
-        # Drawn again in the same way, if it comes to that.
-        settings["seed"] = (seed + choice) % _SEEDS
+    settings |= _seed(work, choice, seed, replayed=work.handling is Handling.REPLAYED)
     if rendered is not None:
         return _generate_body(rendered, prompt, settings)
     body = settings | {"prompt": prompt, "stream": True, "return_token_ids": True}
@@ -159,13 +154,21 @@ def next_body(
     return body
 
 
-def chat_body(work: Work, *, seed: int) -> dict[str, Any]:
+def chat_body(work: Work, choice: int, *, seed: int) -> dict[str, Any]:
     """What an engine with a parser is asked: the chat itself, with a seed so that it can be answered again."""
     body = {name: value for name, value in work.body.items() if _for_engines(work, name)}
-    body |= {"messages": work.body["messages"], "stream": True, "return_token_ids": True, "n": 1}
-    if work.body.get("seed") is None and work.body.get("temperature") != 0:
-        body["seed"] = seed
-    return body
+    # An engine that hides thoughts hides the token ids of the whole answer too; they are left out here instead.
+    body |= {
+        "messages": work.body["messages"],
+        "stream": True,
+        "return_token_ids": True,
+        "n": 1,
+        "include_reasoning": True,
+    }
+    if work.include_usage:
+        # Only the engine's parser can count thoughts.
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return body | _seed(work, choice, seed, replayed=True)
 
 
 def whole_body(work: Work) -> dict[str, Any]:
@@ -192,6 +195,16 @@ def _generate_body(rendered: Mapping[str, Any], prompt: Any, settings: dict[str,
         "return_token_ids": True,
         "output_mode": "text",
     }
+
+
+def _seed(work: Work, choice: int, seed: int, *, replayed: bool) -> dict[str, int]:
+    """The seed of a choice, counted up as engines do; what may be drawn again is given one."""
+    given = work.body.get("seed")
+    if given is not None:
+        return {"seed": (given + choice % work.n + _SEEDS) % (2 * _SEEDS) - _SEEDS}
+    if replayed and work.body.get("temperature") != 0:
+        return {"seed": (seed + choice) % _SEEDS}
+    return {}
 
 
 def _for_engines(work: Work, name: str) -> bool:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetplan.runtime.recovery import ObservedCosts
-from hetplan.runtime.router.deltas import ChatState, Diverged, cut_logprobs, shift_offsets
+from hetplan.runtime.router.deltas import (
+    ChatState,
+    Diverged,
+    first_logprobs,
+    last_logprobs,
+    limit_top_logprobs,
+    shift_offsets,
+)
 from hetplan.runtime.router.engine import Attempt, Chunk, Engines, InterruptedAttempt, Transport
 from hetplan.runtime.router.fields import Handling
 from hetplan.runtime.router.journal import Entry, Event, Journal
@@ -83,7 +90,8 @@ class Sequence:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        self.echoed = not self.work.echo
+        # Engines leave the prompt's text out where its token ids are asked for.
+        self.echoed = not self.work.echo or self.work.return_token_ids
         for event in self.entry.events:
             if event.choice == self.choice:
                 self._note(event)
@@ -170,7 +178,7 @@ class Sequence:
     async def _attempt(self, target: Target, epoch: int, paced: int, told: dict[str, Any] | None) -> None:
         replayed = not self.continues
         if self.transport == "chat":
-            body = chat_body(self.work, seed=self.entry.seed)
+            body = chat_body(self.work, self.choice, seed=self.entry.seed)
         elif not self.token_ids or replayed:
             body = first_body(self.work, self.choice, self._prompt(), seed=self.entry.seed, rendered=self.rendered)
             if self._known_prompt() and self.rendered is None:
@@ -209,6 +217,8 @@ class Sequence:
                         self.tools.metrics.resumed(now - started, paced)
                         self.tools.targets.freed()
                         paced = 0
+                    if self.transport == "generate" and chunk.logprobs is not None:
+                        limit_top_logprobs(chunk.logprobs, self.work.body.get("top_logprobs") or 0)
                     await self._begin(chunk, target)
                     await take(chunk)
                     if self.finished:
@@ -311,7 +321,7 @@ class _Continuation:
             return
         logprobs = chunk.logprobs
         if logprobs is not None:
-            logprobs = cut_logprobs(logprobs, 0, len(piece.token_ids))
+            logprobs = first_logprobs(logprobs, len(piece.token_ids))
             shift_offsets(logprobs, self._shift)
         self._sequence._emit(
             Event(self._sequence.choice, piece.token_ids, piece.text, logprobs, piece.finish_reason, piece.stop_reason)
@@ -340,7 +350,7 @@ class _Replay:
             raise Diverged
         logprobs = chunk.logprobs
         if logprobs is not None and known:
-            logprobs = cut_logprobs(logprobs, len(known), len(chunk.token_ids))
+            logprobs = last_logprobs(logprobs, len(chunk.token_ids) - len(known))
         sequence._emit(
             Event(
                 sequence.choice,
@@ -365,6 +375,9 @@ class _ChatReplay:
     async def take(self, chunk: Chunk) -> None:
         sequence = self._sequence
         start, self._seen = self._seen, self._seen + len(chunk.token_ids)
+        known = sequence.token_ids[start : min(self._seen, self._sent)]
+        if chunk.token_ids[: len(known)] != known:
+            raise Diverged
         self._state.add(chunk.delta or {})
         delta = self._state.beyond(sequence.chat)
         fresh = chunk.token_ids[max(0, self._sent - start) :]
@@ -372,8 +385,9 @@ class _ChatReplay:
             return
         logprobs = chunk.logprobs
         if logprobs is not None and len(fresh) < len(chunk.token_ids):
-            logprobs = cut_logprobs(logprobs, len(chunk.token_ids) - len(fresh), len(chunk.token_ids))
-        sequence._emit(Event(sequence.choice, fresh, "", logprobs, chunk.finish_reason, chunk.stop_reason, delta or {}))
+            logprobs = last_logprobs(logprobs, len(fresh))
+        reason, why = chunk.finish_reason, chunk.stop_reason
+        sequence._emit(Event(sequence.choice, fresh, "", logprobs, reason, why, delta, chunk.reasoning_tokens))
 
 
 async def run_all(sequences: list[Sequence]) -> None:

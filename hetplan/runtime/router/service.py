@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import resource
 import socket
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_runner import GracefulExit
 
 from hetplan.errors import InvalidInputError
 from hetplan.runtime.router.app import OnEvent, Router
 from hetplan.runtime.router.settings import RouterSettings
 
 _BACKLOG = 1024
+_KEEP_ALIVE_S = 75.0
 
 
 def serve(
@@ -35,19 +39,52 @@ def serve(
     _raise_file_limit()
     router = Router(settings, api_keys=api_keys, admin_key=admin_key, engine_key=engine_key, on_event=on_event)
     listening = _listening(host, port)
-    on_event("listening", {"host": host, "port": listening.getsockname()[1], "pipelines": len(settings.targets)})
-    # What was imported stays: the collector need not look at it again, which would hold up all streams.
-    gc.collect()
-    gc.freeze()
-    web.run_app(
+    runner = web.AppRunner(
         router.application(),
-        sock=listening,
-        access_log=None,
-        print=lambda *_: None,
+        handle_signals=True,
         handler_cancellation=True,
+        access_log=None,
+        logger=_Events(on_event),
         shutdown_timeout=settings.drain_s,
-        keepalive_timeout=75.0,
+        keepalive_timeout=_KEEP_ALIVE_S,
     )
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(_start(runner, listening))
+        on_event("listening", {"host": host, "port": listening.getsockname()[1], "pipelines": len(settings.targets)})
+        # What was imported stays: the collector need not look at it again, which would hold up all streams.
+        gc.collect()
+        gc.freeze()
+        loop.run_forever()
+    except (GracefulExit, KeyboardInterrupt):
+        pass
+    finally:
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+
+async def _start(runner: web.AppRunner, listening: socket.socket) -> None:
+    await runner.setup()
+    await web.SockSite(runner, listening, backlog=_BACKLOG).start()
+
+
+class _Events:
+    """What aiohttp would log of its connections, as counts of kinds: its messages hold what clients sent."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+
+    def debug(self, *_: object, **__: object) -> None:
+        """Nothing."""
+
+    info = warning = debug
+
+    def error(self, message: object, *_: object, exc_info: object = None, **__: object) -> None:
+        """A connection's fault; one that a client left is none."""
+        if isinstance(exc_info, BaseException) and not isinstance(exc_info, ConnectionError | HttpProcessingError):
+            self._on_event("connection_failed", {"error": type(exc_info).__name__})
+
+    exception = critical = error
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -56,9 +93,13 @@ def _listening(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
     except OSError as error:
         raise InvalidInputError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port") from None
     return listening

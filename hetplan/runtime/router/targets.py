@@ -47,6 +47,11 @@ class Target:
         return self.settings.url
 
     @property
+    def names(self) -> tuple[str | None, ...]:
+        """What its model is called, by the plan and by the engine."""
+        return self.model, self.served_model
+
+    @property
     def open(self) -> bool:
         """True where a new stream may be sent."""
         limit = self.settings.max_in_flight
@@ -62,6 +67,10 @@ async def whole(reply: aiohttp.ClientResponse) -> bytes:
         if size > _MAX_ANSWER_BYTES:
             raise ValueError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
     return b"".join(parts)
+
+
+class TooLongError(Exception):
+    """No pipeline, living or not, takes so many tokens."""
 
 
 class NoTargetError(Exception):
@@ -146,7 +155,7 @@ class Targets:
             target
             for target in self.all
             if target.open
-            and (model is None or model in (target.model, target.served_model))
+            and (model is None or model in target.names)
             and (target.max_model_len is None or tokens <= target.max_model_len)
             and (not paced_tokens or not target.paced_tokens or target.paced_tokens + paced_tokens <= budget)
         ]
@@ -169,7 +178,13 @@ class Targets:
         ------
         NoTargetError
             After ``max_wait_s``.
+        TooLongError
+            If no target takes so many tokens, living or not.
         """
+        lengths = [target.max_model_len for target in self.all if model is None or model in target.names]
+        longest = max((length for length in lengths if length is not None), default=tokens)
+        if None not in lengths and tokens > longest:
+            raise TooLongError(f"prompt and answer have {tokens} tokens; the pipelines take {longest}. Send less")
         end = self._clock() + self._settings.max_wait_s
         avoided = tuple(avoid)
         while (target := self.choose(model, tokens=tokens, avoid=avoided, paced_tokens=paced_tokens)) is None:

@@ -99,7 +99,7 @@ class ContinuedText:
         self._ids += token_ids
         self._full = before + text
         if self._stop.strings and len(self._ids) > self._stop.min_tokens:
-            found = self._stop.find(self._full, len(before))
+            found = self._stop.find(self._full, await self._checked(earlier, len(before)))
             if found is not None:
                 string, start = found
                 kept = await self._kept(token_ids, earlier, start + len(string))
@@ -114,6 +114,14 @@ class ContinuedText:
         text = self._full[self._sent_length : max(end, self._sent_length)]
         self._sent_length += len(text)
         return Piece(token_ids, text, finish_reason, stop_reason)
+
+    async def _checked(self, earlier: int, length: int) -> int:
+        """Characters in which a stop string may no longer end: before this chunk, or of the tokens that must come."""
+        least = self._stop.min_tokens
+        if not earlier < least < len(self._ids):
+            return length
+        text = await self._decode(self._ids[:least])
+        return length if text is None else max(length, len(text))
 
     async def _kept(self, token_ids: list[int], earlier: int, end: int) -> int:
         """How many tokens of a chunk an engine would have emitted: up to the one that completes the stop string."""

@@ -16,8 +16,9 @@ import pytest
 import schemathesis
 from hostile_requests import ANSWERED, KEY, SlowClients, Tally, attacks, storm
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from recorded_stream import recorded_stream, tokens_of
-from router_process import healthy, memory_bytes, run_router
+
+from tests.runtime.recorded_stream import recorded_stream, tokens_of
+from tests.runtime.router_process import healthy, memory_bytes, run_router
 
 MIB = 2**20
 TOTAL = 10_000
