@@ -20,7 +20,7 @@ import hetplan as hp
 from hetplan.runtime.kv_transfer import KvTransfer, Sent
 
 SOURCE, TARGET = 18_100, 18_101
-MODEL = "tiny-llama-1"
+MODEL = "tiny-llama-2"
 
 
 def started(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import struct
 from collections.abc import Iterator
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 from caches import MODEL, SOURCE, TARGET, gained, prompt, resumed, say, send, started, tokens_by_source
 from servers import Cluster, complete
 
 from hetplan.runtime.kv_transfer import Sent, SharedStorage, TransferError
+from hetplan.runtime.router.app import Router
+from hetplan.runtime.router.settings import RouterSettings
 
 # vLLM's block on a CPU; layers of the model; its bytes: keys and values of four heads of 32 in fp32.
 BLOCK, LAYERS, BYTES_PER_TOKEN = 128, 8, 8 * 2 * 4 * 32 * 4
@@ -112,3 +116,52 @@ def test_a_source_without_the_connector_sends_nothing(shared: Cluster, tmp_path:
     """It answers, but writes elsewhere than asked."""
     with pytest.raises(TransferError, match="did not write all 256 tokens of all 8 layers"):
         send(SharedStorage(tmp_path, BLOCK, LAYERS), prompt(300, seed=9))
+
+
+def test_a_notice_to_the_router_sends_the_cache_of_a_running_stream(shared: Cluster, storage: Path) -> None:
+    """Predicted to be quicker than computing it anew, the cache goes along; the client sees the answer go on."""
+    # Six blocks and a few tokens, so that no token at which the notice may come is one above whole blocks.
+    ids = prompt(6 * BLOCK + 10, seed=11)
+    whole = complete(SOURCE, ids, 200)
+
+    async def run() -> tuple[list[int], dict[str, int]]:
+        targets = [{"pipeline": n, "address": "127.0.0.1", "port": port} for n, port in ((1, SOURCE), (2, TARGET))]
+        link = {"layers": LAYERS, "block_tokens": BLOCK, "cache_bytes_per_token": BYTES_PER_TOKEN, "bytes_per_s": 1e12}
+        settings = {"kv_transfer": {"storage": str(storage), "latency_s": 0.0, **link}, "model": MODEL}
+        router = Router(RouterSettings.from_dict({"targets": targets, **settings}), admin_key="root")
+        runner = web.AppRunner(router.application(), handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        tokens: list[int] = []
+        counts: dict[str, int] = {}
+        try:
+            async with aiohttp.ClientSession() as session:
+                while True:
+                    async with session.get(f"{url}/health") as told:
+                        if (await told.json())["status"] == "ok":
+                            break
+                    await asyncio.sleep(0.2)
+                body = {"prompt": ids, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+                body |= {"stream": True, "return_token_ids": True}
+                async with session.post(f"{url}/v1/completions", json=body) as reply:
+                    async for line in reply.content:
+                        if line.startswith(b"data: {"):
+                            tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+                            if len(tokens) > 20 and not counts:
+                                on = next(t for t in router._tools.targets.all if t.in_flight)
+                                notice = {"pipeline": on.settings.pipeline, "grace_s": 2.5}
+                                key = {"Authorization": "Bearer root"}
+                                async with session.post(f"{url}/admin/notices", json=notice, headers=key) as done:
+                                    counts.update(await done.json())
+        finally:
+            await runner.cleanup()
+        return tokens, counts
+
+    before = {port: tokens_by_source(port).get("external_kv_transfer", 0.0) for port in (SOURCE, TARGET)}
+    tokens, counts = asyncio.run(run())
+    assert tokens == whole
+    assert (counts["stay"], counts["recompute"], counts["transfer"]) == (0, 0, 1)
+    loaded = {port: tokens_by_source(port).get("external_kv_transfer", 0.0) - before[port] for port in before}
+    say(f"tokens read from the other engine's cache: {max(loaded.values()):.0f} of {len(ids) + 20} and more")
+    assert max(loaded.values()) >= 6 * BLOCK

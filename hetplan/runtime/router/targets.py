@@ -33,9 +33,10 @@ class Target:
     parses_chat: bool = False
     healthy: bool = False
     leaving: bool = False
-    # Failed probes since the last good one, and when the target last sent a token to anyone.
+    # Failed probes since the last good one, when the target last sent a token to anyone, and when it was lost.
     failures: int = 0
     last_heard: float = 0.0
+    lost_at: float = 0.0
     in_flight: int = 0
     decoding: int = 0
     # Prompt tokens of migrated requests that have not had a new token.
@@ -207,6 +208,7 @@ class Targets:
         """A stream found the target dead: nothing new goes there until a probe finds it healthy again."""
         if target.healthy:
             target.healthy = False
+            target.lost_at = self._clock()
             self._on_event("pipeline_lost", {"pipeline": target.settings.pipeline, "reason": reason})
 
     def now(self) -> float:
@@ -267,7 +269,8 @@ class Targets:
                     "pipeline_does_not_render",
                     {"pipeline": target.settings.pipeline, "next_step": "start it with --enable-scale-out"},
                 )
-            await self._generates(target)
+            if target.last_heard <= target.lost_at:
+                await self._generates(target)
         except aiohttp.ClientConnectorError:
             return "refused"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -282,7 +285,8 @@ class Targets:
         After two, as a prompt of one can end an engine with vLLM's ExampleConnector.
         """
         body = {"model": target.served_model, "prompt": [1, 1], "max_tokens": 1}
-        timeout = aiohttp.ClientTimeout(total=max(self._settings.stall_s, self._settings.health_timeout_s))
+        # As long as a first token may take: an engine that is full lets it wait behind others.
+        timeout = aiohttp.ClientTimeout(total=self._settings.first_token_s)
         async with self._session.post(
             f"{target.url}/v1/completions", json=body, headers=self._headers, timeout=timeout, allow_redirects=False
         ) as reply:
