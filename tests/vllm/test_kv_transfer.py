@@ -150,7 +150,7 @@ def test_a_notice_to_the_router_sends_the_cache_of_a_running_stream(shared: Clus
                             tokens += json.loads(line[6:])["choices"][0]["token_ids"]
                             if len(tokens) > 20 and not counts:
                                 on = next(t for t in router._tools.targets.all if t.in_flight)
-                                notice = {"pipeline": on.settings.pipeline, "grace_s": 2.5}
+                                notice = {"pipeline": on.settings.pipeline, "grace_s": 2.05}
                                 key = {"Authorization": "Bearer root"}
                                 async with session.post(f"{url}/admin/notices", json=notice, headers=key) as done:
                                     counts.update(await done.json())
