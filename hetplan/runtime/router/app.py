@@ -18,11 +18,12 @@ import orjson
 from aiohttp import web
 
 from hetplan.runtime.recovery import ObservedCosts
-from hetplan.runtime.router.answers import KEEP_ALIVE, Stream, error_content, whole_answer
+from hetplan.runtime.router.answers import Stream, error_content, whole_answer
 from hetplan.runtime.router.engine import Engines
 from hetplan.runtime.router.fields import Endpoint, RefusedField
 from hetplan.runtime.router.handover import Handover
 from hetplan.runtime.router.journal import Entry, Journal, JournalFullError
+from hetplan.runtime.router.listening import Listener
 from hetplan.runtime.router.metrics import Metrics
 from hetplan.runtime.router.openapi import document
 from hetplan.runtime.router.producing import Producer, Run
@@ -372,47 +373,21 @@ class Router:
         )
 
     async def _send_stream(self, request: web.Request, run: Run, held: int) -> web.StreamResponse:
-        entry, settings = run.entry, self.settings
+        entry = run.entry
         stream = Stream(entry, run.work, self._shown_model(entry), held)
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",
-                "X-Request-Id": entry.request_id,
-            }
-        )
-        arrived = time.monotonic() if held == 0 else None
-        while True:
-            if stream.sent < len(entry.events):
-                if arrived is not None:
-                    self.metrics.first_token(time.monotonic() - arrived)
-                    arrived = None
-                data = stream.next()
-                await self._tools.journal.synced()
-            elif entry.ended:
-                if entry.error is not None and not response.prepared:
-                    raise _Answer(*entry.error)
-                break
-            else:
-                entry.changed.clear()
-                try:
-                    async with asyncio.timeout(settings.keepalive_s):
-                        await entry.changed.wait()
-                    continue
-                except TimeoutError:
-                    data = KEEP_ALIVE
-            if not response.prepared:
-                await response.prepare(request)
-            async with asyncio.timeout(settings.slow_client_s):
-                await response.write(data)
-        if not response.prepared:
-            await response.prepare(request)
-        await self._tools.journal.synced()
-        async with asyncio.timeout(settings.slow_client_s):
-            await response.write(stream.end())
-            await response.write_eof()
-        return response
+        listener = Listener(request, entry, stream, self.settings, self._tools.journal.synced)
+        arrived: float | None = time.monotonic() if held == 0 else None
+
+        def on_first() -> None:
+            nonlocal arrived
+            if arrived is not None:
+                self.metrics.first_token(time.monotonic() - arrived)
+                arrived = None
+
+        if not await listener.send(on_first):
+            assert entry.error is not None  # noqa: S101
+            raise _Answer(*entry.error)
+        return listener.response
 
     async def _models(self, _request: web.Request) -> web.Response:
         lengths = {target.model: target.max_model_len for target in self._tools.targets.all if target.max_model_len}

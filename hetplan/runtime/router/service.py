@@ -17,6 +17,7 @@ from hetplan.runtime.router.settings import RouterSettings
 
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75.0
+_COLLECTOR = (10_000, 50, 50)
 
 
 def serve(
@@ -48,19 +49,30 @@ def serve(
         shutdown_timeout=settings.drain_s,
         keepalive_timeout=_KEEP_ALIVE_S,
     )
-    loop = asyncio.new_event_loop()
+    loop = _event_loop()
     try:
         loop.run_until_complete(_start(runner, listening))
         on_event("listening", {"host": host, "port": listening.getsockname()[1], "pipelines": len(settings.targets)})
-        # What was imported stays: the collector need not look at it again, which would hold up all streams.
+        # The collector holds up all streams while it looks at everything. What was imported stays, and what the journal
+        # holds is no garbage: it looks at the young often and at the old seldom.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_COLLECTOR)
         loop.run_forever()
     except (GracefulExit, KeyboardInterrupt):
         pass
     finally:
         loop.run_until_complete(runner.cleanup())
         loop.close()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed: a chunk takes half the time."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 async def _start(runner: web.AppRunner, listening: socket.socket) -> None:
