@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from make_paper_tables import replace_block
-
 from hetplan.runtime.router.fields import TABLE, Handling
 
 PAGE = Path(__file__).resolve().parent / "router.md"
@@ -28,6 +26,8 @@ def table() -> str:
 
 def main() -> None:
     """Run the script."""
+    from make_paper_tables import replace_block
+
     replace_block(PAGE, "fields", table())
 
 
