@@ -35,6 +35,8 @@ class Cuts:
     # Token ids that were let through of each request that was cut, and the paths of all requests.
     passed: list[list[int]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    # Token ids that each request came with, none where it came as text.
+    contexts: list[list[int]] = field(default_factory=list)
 
 
 class BreakingNetwork:
@@ -73,6 +75,8 @@ class BreakingNetwork:
         after = None
         if cuts is not None:
             cuts.asked.append(request.path)
+            context = json.loads(body).get("token_ids") or json.loads(body).get("prompt")
+            cuts.contexts.append(context if isinstance(context, list) else [])
             after = cuts.after_tokens.pop(0) if cuts.after_tokens else None
         headers = {"Content-Type": request.content_type}
         async with self._session.request(
