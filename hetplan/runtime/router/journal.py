@@ -86,6 +86,28 @@ class Entry:
     touched: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def hold_prompt(self, sequence: int, token_ids: list[int]) -> int:
+        """Take a prompt's token ids; returns the bytes that they add."""
+        while len(self.prompts) <= sequence:
+            self.prompts.append([])
+        self.prompts[sequence] = token_ids
+        return self._grown(8 * len(token_ids))
+
+    def hold_rendered(self, rendered: dict[str, Any], length: int) -> int:
+        """Take what an engine made of a chat, so many bytes as JSON; returns the bytes that it adds."""
+        self.rendered = rendered
+        self.prompts = [rendered["token_ids"]]
+        return self._grown(2 * length)
+
+    def hold_event(self, event: Event) -> int:
+        """Take an event; returns the bytes that it adds."""
+        self.events.append(event)
+        return self._grown(_EVENT_BYTES + 8 * len(event.token_ids) + 2 * len(event.text))
+
+    def _grown(self, count: int) -> int:
+        self.bytes += count
+        return count
+
 
 class JournalFullError(Exception):
     """Everything the journal holds is of running requests, and there is no room for more."""
@@ -163,25 +185,19 @@ class Journal:
 
     def set_prompt(self, entry: Entry, sequence: int, token_ids: list[int]) -> None:
         """Remember the token ids of a sequence's prompt."""
-        while len(entry.prompts) <= sequence:
-            entry.prompts.append([])
-        entry.prompts[sequence] = token_ids
-        self._grow(entry, 8 * len(token_ids))
+        self.bytes += entry.hold_prompt(sequence, token_ids)
         if self._log is not None:
             self._write(entry, b"prompt", orjson.dumps([entry.request_id, sequence, token_ids]))
 
     def set_rendered(self, entry: Entry, rendered: dict[str, Any]) -> None:
         """Remember what an engine made of a chat; its token ids are the prompt of all its choices."""
-        entry.rendered = rendered
-        entry.prompts = [rendered["token_ids"]]
         content = orjson.dumps([entry.request_id, rendered])
-        self._grow(entry, 2 * len(content))
+        self.bytes += entry.hold_rendered(rendered, len(content))
         self._write(entry, b"rendered", content)
 
     def append(self, entry: Entry, event: Event) -> None:
         """Remember an event; it may be sent afterwards."""
-        entry.events.append(event)
-        self._grow(entry, _EVENT_BYTES + 8 * len(event.token_ids) + 2 * len(event.text))
+        self.bytes += entry.hold_event(event)
         if self._log is not None:
             self._write(entry, b"event", orjson.dumps([entry.request_id, len(entry.events), *event.packed()]))
         entry.changed.set()
@@ -209,10 +225,6 @@ class Journal:
         """Close the files."""
         if self._log is not None:
             self._log.close()
-
-    def _grow(self, entry: Entry, count: int) -> None:
-        entry.bytes += count
-        self.bytes += count
 
     def _make_room(self, count: int) -> None:
         if self.bytes + count <= self._max_bytes:
@@ -367,21 +379,16 @@ def replayed(records: Iterator[tuple[bytes, list[Any]]]) -> list[Entry]:
             continue
         if kind == b"prompt":
             sequence, token_ids = rest
-            while len(entry.prompts) <= sequence:
-                entry.prompts.append([])
-            entry.prompts[sequence] = token_ids
-            entry.bytes += 8 * len(token_ids)
+            entry.hold_prompt(sequence, token_ids)
         elif kind == b"rendered":
-            (entry.rendered,) = rest
-            entry.prompts = [rest[0]["token_ids"]]
+            entry.hold_rendered(rest[0], len(orjson.dumps(content)))
         elif kind == b"event":
             count, *packed = rest
             event = Event(*packed)
             if count != len(entry.events) + 1:
                 # A damaged file in between: what comes after a gap is not known.
                 continue
-            entry.events.append(event)
-            entry.bytes += _EVENT_BYTES + 8 * len(event.token_ids) + 2 * len(event.text)
+            entry.hold_event(event)
         elif kind == b"end":
             error, entry.answer = rest
             entry.ended, entry.error = True, None if error is None else (error[0], error[1])

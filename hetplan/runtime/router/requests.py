@@ -33,8 +33,7 @@ _USED_UP = frozenset({"truncate_prompt_tokens", "truncation_side", "add_special_
 class Work:
     """A request that was taken.
 
-    ``prompts`` has one prompt per sequence group of ``n`` choices, text or token ids; None for a chat before it is
-    rendered. ``max_tokens`` is None where the engine has to say.
+    ``prompts`` has one prompt per group of ``n`` choices, text or token ids; None for a chat before it is rendered.
     """
 
     endpoint: Endpoint

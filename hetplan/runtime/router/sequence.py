@@ -23,7 +23,7 @@ from hetplan.runtime.router.journal import Entry, Event, Journal
 from hetplan.runtime.router.metrics import Metrics
 from hetplan.runtime.router.requests import Work, chat_body, first_body, next_body, rest_of_tokens
 from hetplan.runtime.router.targets import Target, Targets
-from hetplan.runtime.router.text import ContinuedText, StopRule
+from hetplan.runtime.router.text import ContinuedText
 
 # Attempts that an engine took and that died without a new token, one after another, before the request fails alone: it
 # may be what kills them.
@@ -312,7 +312,7 @@ class _Continuation:
             lambda ids: sequence.decode(target, ids),
             sequence.token_ids,
             sequence.text,
-            StopRule(work.stop.strings, work.stop.included, work.stop.min_tokens),
+            work.stop,
         )
 
     async def take(self, chunk: Chunk) -> None:
