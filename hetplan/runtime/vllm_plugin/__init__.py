@@ -38,13 +38,22 @@ def register() -> None:
         from hetplan.runtime.vllm_plugin.cpu import make_stage_buffers
 
         make_stage_buffers()
+    if not asked:
+        return
+    # The second model runner sends sampled tokens over groups of its own making, and keeps its caches elsewhere.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     from hetplan.runtime.vllm_plugin.layout import read_layout
 
     layout = read_layout()
     if layout is not None and len(layout.stages) > 1:
-        from hetplan.runtime.vllm_plugin.stages import install
+        from hetplan.runtime.vllm_plugin import stages
 
-        install(layout)
+        stages.install(layout)
+    if "HETPLAN_STORE" in asked:
+        from hetplan.runtime.vllm_plugin import growth, loader  # noqa: F401  (the loader registers itself)
+
+        if layout is not None:
+            growth.install()
 
 
 def installed_version() -> str:

@@ -7,7 +7,6 @@ starts, which layers a rank holds, and who is on whose node. All of it is privat
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from hetplan.runtime.vllm_plugin.layout import Layout
@@ -23,8 +22,6 @@ def install(layout: Layout) -> None:
 
     if getattr(MultiprocExecutor, "staged_by_hetplan", False):
         return
-    # The second model runner sends sampled tokens over groups of its own making.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
     def initialize_model_parallel(*_: Any, **__: Any) -> None:
         from hetplan.runtime.vllm_plugin.groups import initialize_stages

@@ -7,7 +7,12 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
+from hetplan.runtime.vllm_plugin.growth import Borrower
 from hetplan.runtime.vllm_plugin.layout import Stage, read_layout
+from hetplan.runtime.vllm_plugin.lease import asked_for
+
+# Of a GPU's memory, what vLLM wants to find free at the start: no more than an engine beside another can have.
+_SHARE_BESIDE_ANOTHER = 0.01
 
 
 def _enter_stage(vllm_config: Any, rank: int) -> Stage:
@@ -24,18 +29,20 @@ def _enter_stage(vllm_config: Any, rank: int) -> Stage:
     return stage
 
 
-class StagedGpuWorker(Worker):
+class StagedGpuWorker(Borrower, Worker):
     """vLLM's GPU worker in a stage of a layout. Has not been run: no GPU was at hand."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, *arguments: Any, **options: Any) -> None:
         self.stage = _enter_stage(vllm_config, rank)
+        if asked_for():
+            vllm_config.cache_config.gpu_memory_utilization = _SHARE_BESIDE_ANOTHER
         super().__init__(vllm_config, local_rank, rank, *arguments, **options)
 
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    class StagedCpuWorker(CPUWorker):
+    class StagedCpuWorker(Borrower, CPUWorker):
         """vLLM's CPU worker in a stage of a layout."""
 
         def __init__(self, vllm_config: Any, local_rank: int, rank: int, *arguments: Any, **options: Any) -> None:
