@@ -7,6 +7,9 @@ import json
 import re
 from typing import Any
 
+# What the maker of shards writes beside them, until it has become a manifest.
+ROWS = "rows.json"
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Says which library wrote the file, not what the model is.
 _BESIDE_THE_MODEL = {"transformers_version", "torch_dtype", "dtype"}

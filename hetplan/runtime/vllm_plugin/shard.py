@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from hetplan.runtime.vllm_plugin import VERSIONS, installed_version
-from hetplan.runtime.vllm_plugin.identity import config_sha256, layer_of
+from hetplan.runtime.vllm_plugin.identity import ROWS, config_sha256, layer_of
 
-ROWS = "rows.json"
+
 TENSORS = "tensors"
 
 
