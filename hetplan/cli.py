@@ -23,7 +23,8 @@ from hetplan.cli_compare import add_compare
 from hetplan.cli_measure import add_commands
 from hetplan.cli_router import add_router
 from hetplan.cli_simulate import add_simulate
-from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError
+from hetplan.cli_store import add_store
+from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError, StoreError
 
 app = typer.Typer(
     name="hetplan",
@@ -542,6 +543,7 @@ def _answer(run: Callable[[], Any], as_json: bool) -> None:
 
 add_simulate(app, answer=_answer, console=_console)
 add_router(app, answer=_answer)
+add_store(app, answer=_answer, console=_console)
 add_compare(app, answer=_answer, console=_console)
 add_calibrate(app, answer=_answer, console=_console, today=_today)
 add_commands(app, answer=_answer, console=_console, today=_today, version=__version__)
@@ -552,7 +554,7 @@ def _code(error: HetplanError) -> Exit:
         return Exit.INFEASIBLE
     if isinstance(error, NoSolutionError):
         return Exit.NO_SOLUTION
-    return Exit.BAD_INPUT if isinstance(error, InvalidInputError) else Exit.OUR_FAULT
+    return Exit.BAD_INPUT if isinstance(error, InvalidInputError | StoreError) else Exit.OUR_FAULT
 
 
 def _error_document(error: HetplanError) -> dict[str, Any]:

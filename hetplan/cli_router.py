@@ -68,7 +68,7 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
                 api_keys=keys,
                 admin_key=os.environ.get("HETPLAN_ADMIN_KEY") or None,
                 engine_key=os.environ.get("VLLM_API_KEY") or None,
-                on_event=_write_event,
+                on_event=write_event,
             )
 
         answer(run, False)
@@ -96,12 +96,13 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
                 raise InvalidInputError("HETPLAN_ADMIN_KEY is not set; set it as it is for the router")
             with suppress(KeyboardInterrupt):
                 forward_notices(
-                    provider, pipeline=pipeline, router=router, key=key, base_url=base_url, on_event=_write_event
+                    provider, pipeline=pipeline, router=router, key=key, base_url=base_url, on_event=write_event
                 )
 
         answer(run, False)
 
 
-def _write_event(name: str, values: dict[str, Any]) -> None:
+def write_event(name: str, values: dict[str, Any]) -> None:
+    """A service's event, as a line of JSON on stderr."""
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
     typer.echo(json.dumps({"at": at, "event": name, **values}), err=True)

@@ -9,7 +9,8 @@
     |   |-- UnsupportedFeatureError              a documented thing that is not there yet
     |   `-- SchemaVersionError                   a file written for another schema
     |-- InfeasibleError                          no plan can exist; .reasons says why      exit code 3
-    `-- NoSolutionError                          none found, none ruled out                exit code 5
+    |-- NoSolutionError                          none found, none ruled out                exit code 5
+    `-- StoreError                               refused by a tensor store, or it is gone      exit code 2
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "NoSolutionError",
     "Reason",
     "SchemaVersionError",
+    "StoreError",
     "UnknownNameError",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
@@ -137,6 +139,25 @@ class InfeasibleError(HetplanError):
 
 class NoSolutionError(HetplanError):
     """The search ended without a plan and without a proof that none exists."""
+
+
+class StoreError(HetplanError):
+    """A tensor store refused a request, or cannot be reached.
+
+    Parameters
+    ----------
+    code : str
+        What happened, for programs: ``"no_room"``, ``"corrupted"``, ``"store_gone"`` and so on.
+    message : str
+        The same for people, with the values.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.code, str(self)))
 
 
 def nearest_names(name: str, known: Iterable[str], limit: int = 5) -> tuple[str, ...]:

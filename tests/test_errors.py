@@ -20,6 +20,7 @@ TREE = {
     "SchemaVersionError": "InvalidInputError",
     "InfeasibleError": "HetplanError",
     "NoSolutionError": "HetplanError",
+    "StoreError": "HetplanError",
 }
 EXAMPLES: dict[str, errors.HetplanError] = {
     "HetplanError": hp.HetplanError("said"),
@@ -30,7 +31,9 @@ EXAMPLES: dict[str, errors.HetplanError] = {
     "SchemaVersionError": hp.SchemaVersionError("said"),
     "InfeasibleError": hp.InfeasibleError("said", [hp.Reason("memory", "a model", 756.2, 625.8, "GiB")]),
     "NoSolutionError": hp.NoSolutionError("said"),
+    "StoreError": hp.StoreError("no_room", "said"),
 }
+NOT_THE_CALLERS = ("InfeasibleError", "NoSolutionError", "StoreError")
 
 
 @pytest.mark.parametrize(("name", "parent"), TREE.items())
@@ -44,14 +47,12 @@ def test_every_error_is_public() -> None:
     assert set(errors.__all__) <= set(hp.__all__)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in EXAMPLES if n not in ("HetplanError", "InfeasibleError", "NoSolutionError")]
-)
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if n not in ("HetplanError", *NOT_THE_CALLERS)])
 def test_bad_input_is_also_a_value_error(name: str) -> None:
     assert isinstance(EXAMPLES[name], ValueError)
 
 
-@pytest.mark.parametrize("name", ["InfeasibleError", "NoSolutionError"])
+@pytest.mark.parametrize("name", NOT_THE_CALLERS)
 def test_what_is_not_the_callers_mistake_is_no_value_error(name: str) -> None:
     assert not isinstance(EXAMPLES[name], ValueError)
 
