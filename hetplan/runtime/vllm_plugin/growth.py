@@ -1,9 +1,9 @@
 """Caches that grow: an engine starts on a slice beside the one that it replaces, and takes the rest when that has gone.
 
-The store keeps the accounts of its node's memory. A worker borrows its cache there: as much of its stage's as is
-free, at least the slice that the plan keeps for this. While the engine has less than its stage's cache, it asks again
-every other second; when every stage can have more, all allocate their larger caches, copy the blocks that they have,
-and the scheduler gets the new blocks. Requests in flight keep theirs.
+The store keeps the accounts of its node's memory. A worker borrows its cache there: its stage's whole cache, or where
+that is not free the slice that the plan keeps for this; nothing in between, as ranks that share a device would take
+each other's. While an engine has a slice it asks again every other second; when every rank can have its whole cache,
+all allocate them, copy the blocks that they have, and the scheduler gets the new blocks. Requests in flight keep theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hetplan.runtime.vllm_plugin.lease import asked_for, lease
 
 _logger = logging.getLogger("vllm.hetplan")
 _ASK_EVERY_S = 2.0
-# Growing copies the cache: not for less than this.
-_WORTH_IT = 1.25
+# What counts as a whole cache: weights may be a little larger than the planner took them to be.
+_WHOLE = 0.9
 
 
 class Borrower:
@@ -37,9 +37,15 @@ class Borrower:
     cache_bytes: int = 0
 
     def determine_available_memory(self) -> int:
-        """Bytes for the cache: what the store lends, at least the slice and at most the stage's."""
+        """Bytes for the cache: the stage's whole one, or the slice that an engine beside another starts on."""
         if asked_for():
-            granted = lease().store.borrow(self.stage.start_kv_cache_bytes, self.stage.kv_cache_bytes)
+            slice_bytes = self.stage.start_kv_cache_bytes
+            try:
+                granted = self._borrow_whole()
+            except StoreError as error:
+                if error.code != "no_room":
+                    raise
+                granted = lease().store.borrow(slice_bytes, slice_bytes)
             self.cache_config.kv_cache_memory_bytes = granted
         available: int = super().determine_available_memory()  # type: ignore[misc]
         return available
@@ -57,7 +63,7 @@ class Borrower:
     def ask_for_cache(self) -> int:
         """Bytes that this worker's cache could have by now; they are its own until it says how many it uses."""
         try:
-            return lease().store.borrow(self.cache_bytes, self.stage.kv_cache_bytes)
+            return self._borrow_whole()
         except StoreError:
             return self.cache_bytes
 
@@ -82,6 +88,11 @@ class Borrower:
             runner.capture_model()
         self._settle(config)
 
+    def _borrow_whole(self) -> int:
+        whole = self.stage.kv_cache_bytes
+        least = max(int(_WHOLE * whole), self.stage.start_kv_cache_bytes)
+        return lease().store.borrow(min(least, whole), whole)
+
     def _settle(self, config: Any) -> None:
         # All tensors of a cache lie in one allocation.
         self.cache_bytes = config.kv_cache_tensors[0].size if config.kv_cache_tensors else 0
@@ -94,14 +105,15 @@ def install() -> None:
 
     if getattr(EngineCoreProc, "grows_by_hetplan", False):
         return
-    start, handle = EngineCoreProc.__init__, EngineCoreProc._handle_client_request
+    # Plugins are loaded while an engine core is being made: what it does afterwards can still be replaced.
+    run, handle = EngineCoreProc.run_busy_loop, EngineCoreProc._handle_client_request
 
-    def with_growth(self: Any, *arguments: Any, **options: Any) -> None:
-        start(self, *arguments, **options)
+    def run_busy_loop(self: Any) -> Any:
         if self.scheduler.connector is not None:
             _logger.info("hetplan: a cache that a KV connector has registered does not grow")
         else:
             threading.Thread(target=_keep_asking, args=(self,), daemon=True, name="HetplanGrowth").start()
+        return run(self)
 
     def handle_request(self: Any, request_type: Any, request: Any) -> None:
         if isinstance(request_type, _Grow):
@@ -112,7 +124,7 @@ def install() -> None:
         else:
             handle(self, request_type, request)
 
-    EngineCoreProc.__init__ = with_growth
+    EngineCoreProc.run_busy_loop = run_busy_loop
     EngineCoreProc._handle_client_request = handle_request
     EngineCoreProc.grows_by_hetplan = True
 
@@ -135,7 +147,7 @@ def _keep_asking(core: Any) -> None:
 
 
 def _grow(core: Any) -> bool:
-    """Grow by what all workers can have; whether that is all. Runs in the engine core's loop, between two steps."""
+    """Grow if all workers can have their whole caches; whether all have. Runs in the engine core's loop, between two steps."""
     from vllm.v1.core.kv_cache_utils import KVCacheBlock, generate_scheduler_kv_cache_config, get_kv_cache_configs
 
     started = time.perf_counter()
@@ -145,11 +157,11 @@ def _grow(core: Any) -> bool:
     had = pool.num_gpu_blocks
     specs = executor.get_kv_cache_specs()
     whole = get_kv_cache_configs(config, specs, executor.collective_rpc("whole_cache"))[0].num_blocks
-    if had >= whole:
+    if had >= int(_WHOLE * whole):
         return True
     configs = get_kv_cache_configs(config, specs, executor.collective_rpc("ask_for_cache"))
     blocks = configs[0].num_blocks
-    if blocks < whole and blocks < had * _WORTH_IT:
+    if blocks < int(_WHOLE * whole):
         executor.collective_rpc("keep_cache")
         return False
     executor.collective_rpc("grow_cache", args=(configs,))
@@ -160,4 +172,4 @@ def _grow(core: Any) -> bool:
     core.scheduler.kv_cache_config = manager.kv_cache_config = generate_scheduler_kv_cache_config(configs)
     config.cache_config.num_gpu_blocks = blocks
     _logger.info("hetplan: the cache grew from %d to %d blocks in %.3f s", had, blocks, time.perf_counter() - started)
-    return bool(blocks >= whole)
+    return True
