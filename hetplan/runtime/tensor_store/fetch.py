@@ -30,6 +30,7 @@ _CONNECT_S = 10.0
 _SILENCE_S = 60.0
 _PORTS = {"http": 80, "https": 443}
 _BEYOND_END = 416
+_S3_ATTEMPTS = 3
 
 Wanted = tuple[TensorShard, memoryview]
 
@@ -317,6 +318,7 @@ def _s3(bucket: str, rules: HostRules, threads: int) -> Any:
             "connect_timeout": _CONNECT_S,
             "read_timeout": _SILENCE_S,
             "max_pool_connections": threads,
+            "retries": {"mode": "standard", "total_max_attempts": _S3_ATTEMPTS},
             "ignore_configured_endpoint_urls": True,
             # A bucket in the host's name would be another host.
             "s3": {"addressing_style": "path" if endpoint else "auto"},
