@@ -131,7 +131,9 @@ class RunningStore:
 
 
 @contextmanager
-def run_store(*sources: str | Path, prelude: str = "", secrets: dict[str, str] | None = None, **options: Any) -> Iterator[RunningStore]:
+def run_store(
+    *sources: str | Path, prelude: str = "", secrets: dict[str, str] | None = None, **options: Any
+) -> Iterator[RunningStore]:
     """A store; ``prelude`` is code before it starts, whose ``extra`` are further options of `serve`."""
     with tempfile.TemporaryDirectory(prefix="hetplan-store-") as folder:
         socket, log = Path(folder) / "s" / "store.sock", Path(folder) / "store.log"

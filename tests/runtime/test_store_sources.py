@@ -119,7 +119,9 @@ def test_from_s3(tmp_path: Path, s3: str) -> None:
         with pytest.raises(StoreError, match=rf"layer 0, {halves[0].name}.*ends at or before byte 100 of") as refused:
             attach(store, manifest, [halves[0].name], tensor_parallel=2, rank=1)
         assert refused.value.code == "truncated"
-        gone = urllib.request.Request(f"{s3}/weights/shards/{file_of(halves[0].sha256)}", headers=SIGNED, method="DELETE")
+        gone = urllib.request.Request(
+            f"{s3}/weights/shards/{file_of(halves[0].sha256)}", headers=SIGNED, method="DELETE"
+        )
         urllib.request.urlopen(gone, timeout=10).close()
         with pytest.raises(StoreError, match="is not there") as refused:
             attach(store, manifest, [halves[0].name], tensor_parallel=2, rank=1)
