@@ -49,14 +49,17 @@ def test_bytes_reach_another_process_over_ipc() -> None:
 
 
 def test_what_fails_on_its_way_is_not_copied() -> None:
-    region = make_region("cuda:0", 64)
-    with region.landing(0, 64) as view:
-        view[:] = b"a" * 64
-    with pytest.raises(ValueError, match="wrong"), region.landing(0, 64) as view:
-        view[:] = b"b" * 64
-        raise ValueError("wrong")
-    again = make_region("cuda:0", 64)
-    again.copy(0, 64, region, 0)
-    again.seal()
-    region.close()
-    again.close()
+    region, copied = make_region("cuda:0", 64), make_region("cuda:0", 64)
+
+    def land(content: bytes, error: Exception | None = None) -> None:
+        with region.landing(0, 64) as view:
+            view[:] = content
+            if error is not None:
+                raise error
+
+    land(b"a" * 64)
+    with pytest.raises(ValueError, match="wrong"):
+        land(b"b" * 64, ValueError("wrong"))
+    copied.copy(0, 64, region, 0)
+    copied.seal()
+    assert bytes(copied._bytes.cpu().numpy()) == b"a" * 64

@@ -101,7 +101,7 @@ def test_nobody_can_change_what_others_read(shards: tuple[Path, Manifest]) -> No
 
 
 def test_a_protected_mapping_can_be_read_and_no_more_written(shards: tuple[Path, Manifest]) -> None:
-    folder, manifest = shards
+    folder, _ = shards
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
