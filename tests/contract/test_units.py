@@ -40,6 +40,7 @@ PLAIN = {
     # counts, degrees and indices
     "max_in_flight", "max_choices", "pipeline", "port", "weight",
     "scenarios", "model", "tier", "machines", "closed", "replicas", "copied", "parts",
+    "layer", "rank", "ranks", "pid",
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",
     "micro_batch", "max_batch", "seed", "layer_pattern", "experts", "active_experts", "intra_node_links",
     "sm_count", "cores", "threads", "line", "pipeline_parallel", "batch", "repeats",

@@ -30,6 +30,7 @@ _CONNECT_S = 10.0
 _SILENCE_S = 60.0
 _PORTS = {"http": 80, "https": 443}
 _BEYOND_END = 416
+_S3_ATTEMPTS = 3
 
 Wanted = tuple[TensorShard, memoryview]
 
@@ -305,7 +306,7 @@ def _s3(bucket: str, rules: HostRules, threads: int) -> Any:
             raise InvalidInputError("AWS_ENDPOINT_URL is not an http or https address with a host and without a user")
         rules.require_host(address.hostname, address.port or _PORTS[address.scheme])
     key = os.environ.get("AWS_ACCESS_KEY_ID")
-    return S3FileSystem(
+    filesystem = S3FileSystem(
         anon=key is None,
         key=key,
         secret=os.environ.get("AWS_SECRET_ACCESS_KEY"),
@@ -317,9 +318,16 @@ def _s3(bucket: str, rules: HostRules, threads: int) -> Any:
             "connect_timeout": _CONNECT_S,
             "read_timeout": _SILENCE_S,
             "max_pool_connections": threads,
+            # s3fs tries again by itself, and does so for each attempt of botocore's.
+            "retries": {"total_max_attempts": 1},
+            # A proxy would be one more host, and would find out addresses by itself.
+            "proxies": {},
             "ignore_configured_endpoint_urls": True,
             # A bucket in the host's name would be another host.
             "s3": {"addressing_style": "path" if endpoint else "auto"},
         },
         skip_instance_cache=True,
     )
+    # Of a request, and as often of what makes it up: nine in all.
+    filesystem.retries = _S3_ATTEMPTS
+    return filesystem

@@ -129,17 +129,28 @@ class Server:
                 self._on_event("connection_failed", {"error": os.strerror(error.errno)})
                 time.sleep(_PAUSE_S)
                 continue
-            # The socket's mode lets nobody else in; neither would a mode that somebody changed. Root as well has to
-            # become this user: a store hands out memory that is its user's, and takes orders from that user alone.
-            uid = self._read_credentials(connection).uid
-            if uid != os.geteuid():
-                self._on_event("peer_refused", {"uid": uid})
+            if not self._is_own(connection) or not self._is_given_a_thread(connection):
                 connection.close()
-            elif not self._places.acquire(blocking=False):
-                self._on_event("connection_failed", {"error": f"more than {_MAX_CONNECTIONS} connections"})
-                connection.close()
-            else:
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _is_own(self, connection: socket.socket) -> bool:
+        # The socket's mode lets nobody else in; neither would a mode that somebody changed. Root as well has to become
+        # this user: a store hands out memory that is its user's, and takes orders from that user alone.
+        uid = self._read_credentials(connection).uid
+        if uid != os.geteuid():
+            self._on_event("peer_refused", {"uid": uid})
+        return uid == os.geteuid()
+
+    def _is_given_a_thread(self, connection: socket.socket) -> bool:
+        if not self._places.acquire(blocking=False):
+            self._on_event("connection_failed", {"error": f"more than {_MAX_CONNECTIONS} connections"})
+            return False
+        try:
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        except RuntimeError as error:
+            self._places.release()
+            self._on_event("connection_failed", {"error": str(error)})
+            return False
+        return True
 
     def _serve(self, connection: socket.socket) -> None:
         conversation = _Conversation(self._store, connection)
