@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.calibration import Calibration
-from hetplan.catalog.engines import EngineProfile, get_engine
+from hetplan.catalog.dtypes import Dtype
+from hetplan.catalog.engines import EngineProfile, LimitName, get_engine
+from hetplan.catalog.hardware import GpuSpec
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster
 from hetplan.catalog.steps import DEFAULT_STEP_ENGINE, StepOverheads, get_step_overheads
@@ -154,6 +156,16 @@ class PlacementProblem(Frozen):
     def longest_request_tokens(self) -> int:
         """Tokens of the longest request that must fit: max_model_len, else the workload's longest."""
         return self.workload.max_tokens if self.max_model_len is None else self.max_model_len
+
+    @property
+    def limits(self) -> tuple[LimitName, ...]:
+        """The engine's limits that a pipeline has to keep; none without an engine."""
+        return () if self.engine is None else self.engine.limits
+
+    def compute_dtype(self, gpu: GpuSpec) -> Dtype:
+        """What a stage's GPUs multiply in; the paper's estimator does not ask them."""
+        wanted = self.model.compute_dtype
+        return wanted if self.estimator == "paper" else gpu.runs_as(wanted)
 
     def calibration(self, gpu: str) -> Calibration:
         """The calibration of a GPU of the cluster."""

@@ -128,10 +128,11 @@ def test_a_count_of_the_wrong_type_is_refused_by_name(changes: dict[str, Any]) -
         hp.predict("llama-3.1-8b", "H100", **changes)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm-0.32", "tensorrt-llm-0.14", "trtllm-1.0"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm-0.32", "hetplan", "tensorrt-llm-0.14", "trtllm-1.0"])
 def test_an_engine_by_name_and_version(engine: str) -> None:
     source = hp.predict("llama-3.1-8b", "H100", engine=engine).source
-    assert f"steps as {'vllm' if engine.startswith('vllm') else engine.replace('trtllm', 'tensorrt-llm')}" in source
+    vllm = engine.startswith("vllm") or engine == "hetplan"
+    assert f"steps as {'vllm' if vllm else engine.replace('trtllm', 'tensorrt-llm')}" in source
 
 
 def test_an_unknown_engine_is_refused_by_name() -> None:
