@@ -85,6 +85,8 @@ def optimize(
     gpu_memory_utilization: float = 0.9,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    handover_sequences: int = 0,
+    handover_layers: int = 0,
     handling: Handling = "both",
     calibrations: Mapping[str, Calibration] | None = None,
     warm_start: Plan | None = None,
@@ -130,6 +132,9 @@ def optimize(
         Other number formats than the checkpoint's, such as "fp8".
     gpu_memory_utilization, max_num_seqs, max_num_batched_tokens
         As vLLM's flags of those names.
+    handover_sequences, handover_layers : int
+        Memory kept on every GPU so that a second engine can start beside the first and take over: with a KV cache for
+        so many of the longest sequences, and with so many layers more in a stage. 0 keeps none.
     handling : "none", "migration", "concurrent" or "both"
         What is done about interruptions, for "expected_cost": whether requests keep their tokens, and whether the
         replacement starts at the notice.
@@ -187,6 +192,8 @@ def optimize(
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            handover_sequences=handover_sequences,
+            handover_layers=handover_layers,
             handling=handling,
         )
     else:
@@ -204,6 +211,8 @@ def optimize(
             "kv_dtype": kv_dtype,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "handover_sequences": handover_sequences or None,
+            "handover_layers": handover_layers or None,
             "handling": None if handling == "both" else handling,
             "calibrations": calibrations,
         }

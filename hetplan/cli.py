@@ -91,6 +91,12 @@ def optimize(
     engine: Annotated[str | None, typer.Option(help="Plan within an engine's limits, such as vllm-0.32.")] = None,
     weight_dtype: Annotated[str | None, typer.Option(help="Quantise the weights, such as fp8.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, tokens.")] = None,
+    handover_sequences: Annotated[
+        int | None, typer.Option(help="Keep room for a second engine with so many of the longest sequences; 0.")
+    ] = None,
+    handover_layers: Annotated[
+        int | None, typer.Option(help="And for so many layers more in each of its stages; 0.")
+    ] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random choices.")] = None,
     calibration: Annotated[
@@ -153,6 +159,8 @@ def optimize(
             "engine": engine,
             "weight_dtype": weight_dtype,
             "max_model_len": max_model_len,
+            "handover_sequences": handover_sequences,
+            "handover_layers": handover_layers,
             "time_limit_s": time_limit,
             "seed": seed,
             "search": search,

@@ -127,7 +127,7 @@ def _shortfall(
     reasons = []
     longest = sequence_bytes(problem, estimator, stages, tokens)
     for stage, memory, one in zip(stages, stage_memories(problem, estimator, stages), longest, strict=True):
-        needed = memory.weight_bytes + memory.activation_bytes + memory.other_bytes + one
+        needed = memory.taken_bytes + one
         if needed - memory.usable_bytes > worst_short:
             worst_short = needed - memory.usable_bytes
             said = (

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetplan.catalog.engines import LIMITS, EngineProfile
+from hetplan.catalog.engines import LIMITS, EngineProfile, block_tokens
 from hetplan.errors import InvalidInputError
 from hetplan.launchers.names import comment, quoted
 from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, model_source, nodes_of
 from hetplan.plan import Plan
-
-# vLLM's block sizes, unless they are set.
-_BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 128
 
 
 def shell_files(
@@ -175,7 +172,7 @@ def _kv_transfer(plan: Plan, sharing: CacheSharing, *, local: bool) -> dict[str,
     link = min((m.inter_node_link for m in plan.placement.cluster.instance_types), key=lambda link: link.bytes_per_s)
     return {
         "storage": sharing.storage,
-        "block_tokens": _BLOCK_TOKENS_CPU if local else _BLOCK_TOKENS,
+        "block_tokens": max(block_tokens(machine) for machine in plan.placement.cluster.instance_types),
         "layers": model.layer_count,
         "cache_bytes_per_token": model.kv_bytes_per_token(),
         "bytes_per_s": link.bytes_per_s,

@@ -66,6 +66,9 @@ def _pipeline(problem: PlacementProblem, estimator: Estimator, choice: PipelineC
                 weight_bytes=memory.weight_bytes,
                 activation_bytes=memory.activation_bytes,
                 kv_cache_bytes=memory.kv_cache_bytes,
+                other_bytes=memory.other_bytes,
+                reserved_bytes=memory.reserved_bytes,
+                start_kv_cache_bytes=memory.start_kv_cache_bytes,
             )
         )
     in_flight = choice.micro_batch * (len(stages) if estimator.micro_batches else 1)

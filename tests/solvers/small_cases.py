@@ -210,6 +210,8 @@ class Kind:
     slo: str | None = None
     estimator: EstimatorName = "calibrated"
     engine: str | EngineProfile | None = None
+    # Room for a second engine, in some of the problems for more layers as well.
+    handover: bool = False
     zigzag: bool = False
     # Only problems whose best plan cuts a machine into groups of unlike degrees.
     unlike_degrees: bool = False
@@ -222,7 +224,8 @@ def _overhead_bytes(kind: Kind, model: hp.ModelSpec, grouped: bool, sequences: i
     if kind.estimator == "paper":
         return 0.0
     engine = (0.55 if grouped else 0.13) * GIB
-    return engine + 38.2 * sequences * model.vocabulary_size + 256 * 2 * 8 * model.hidden_size
+    one = engine + 38.2 * sequences * model.vocabulary_size + 256 * 2 * 8 * model.hidden_size
+    return one * (2 if kind.handover else 1)
 
 
 def _cluster(rng: np.random.Generator, kind: Kind, model: hp.ModelSpec, work: hp.Workload, sequences: int) -> Cluster:
@@ -312,6 +315,8 @@ def _draw(rng: np.random.Generator, kind: Kind) -> PlacementProblem:
         work = hp.Workload(**lengths, requests_per_s=1.0 if kind.objective == "cost" else None)
     sequences = int(rng.integers(4, 25))
     options: dict[str, Any] = {}
+    if kind.handover:
+        options |= {"handover_sequences": int(rng.integers(1, 4)), "handover_layers": int(rng.integers(2))}
     if rng.random() < 0.3:
         options["max_model_len"] = int(min(8192, work.max_tokens * rng.uniform(1, 3)))
     return problem_of(
@@ -456,6 +461,11 @@ CATEGORIES: dict[str, Kind] = {
     ),
     "linked regions, plugin": Kind(engine="hetplan", regions=2, links=True, machines=(2, 3), pools=(2, 3)),
     "one degree": Kind(engine=_ONE_DEGREE, gpus=_NODES, machines=(2, 3)),
+    "handover": Kind(handover=True, gpus=_NODES, machines=(2, 3)),
+    "handover, plugin": Kind(handover=True, engine="hetplan", gpus=_NODES, machines=(2, 3)),
+    "handover, cost": Kind(handover=True, objective="cost"),
+    "handover, hard limit": Kind(handover=True, slo="hard"),
+    "handover, paper": Kind(handover=True, model=read_by_paper, estimator="paper"),
     "paper, engine": Kind(model=read_by_paper, estimator="paper", engine="vllm-0.32", gpus=_NODES),
 }  # fmt: skip
 SEEDS = 12
