@@ -336,6 +336,9 @@ def launch(
         str | None, typer.Option(help="Caches move between engines: ExampleConnector or NixlConnector.")
     ] = None,
     kv_storage: Annotated[Path | None, typer.Option(help="Folder of ExampleConnector, an absolute path.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Folder or URL of the shards that tensor stores serve; with engine hetplan.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -353,6 +356,7 @@ def launch(
             first_port=first_port,
             kv_connector=kv_connector,
             kv_storage=kv_storage,
+            store=store,
             dry_run=dry_run,
         )
         for path in paths:

@@ -64,3 +64,8 @@ def refuse_beyond(engine: EngineProfile, pipeline: Pipeline) -> None:
         found = _CHECKS[limit](pipeline)
         if found is not None:
             raise EngineLimitError(limit, engine.name, found)
+
+
+def keeps_all_limits(pipeline: Pipeline) -> bool:
+    """Whether every engine runs it, without a plugin."""
+    return all(check(pipeline) is None for check in _CHECKS.values())
