@@ -14,12 +14,13 @@ from hetplan.launchers.names import argument
 # The store's own format of --load-format.
 LOAD_FORMAT = "hetplan"
 _SCHEMES = ("http", "https", "s3")
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
+# A name, or an IPv6 address.
+_HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?|[0-9a-f:.]+")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """Folder or URL of shards, and the one host or bucket that a store asks; None for a folder."""
+    """Folder or URL of shards, and the one host (without its port) or bucket that a store asks; None for a folder."""
 
     shards: str
     allowed_host: str | None = None
@@ -50,7 +51,7 @@ def shard_source(store: str | None, engine: EngineProfile) -> ShardSource | None
     try:
         parts = urlsplit(store)
         # Reading the port checks it.
-        host, port = parts.netloc.removesuffix(f":{parts.port}"), parts.port
+        host, port = parts.hostname or "", parts.port
     except ValueError as error:
         raise InvalidInputError(f"store {store!r} is no URL: {error}") from None
     if parts.scheme not in _SCHEMES:
@@ -62,7 +63,7 @@ def shard_source(store: str | None, engine: EngineProfile) -> ShardSource | None
             "store holds a name or password, which would stand in a script; leave it out of the URL"
         )
     if parts.query or parts.fragment:
-        raise InvalidInputError(f"store {store!r} has a query or fragment; shards are asked for below its path alone")
+        raise InvalidInputError("store has a query or fragment; shards are asked for below its path alone")
     if not _HOST.fullmatch(host) or (parts.scheme == "s3" and port is not None):
         raise InvalidInputError(f"store {store!r} names no host or bucket; write it as in https://host/folder")
     return ShardSource(store, f"s3://{host}" if parts.scheme == "s3" else host)
