@@ -153,8 +153,10 @@ def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
     """See `hetplan.estimate`."""
     problem = plan.placement
     if workload is not None:
-        # The pipelines are given: a demand that they were bought for no longer matters.
-        problem = problem.replace(workload=workload, max_model_len=None, objective="throughput")
+        # The pipelines are given, and what they keep for a second engine: a demand that they were bought for no longer
+        # matters.
+        longest = max(problem.longest_request_tokens, workload.max_tokens)
+        problem = problem.replace(workload=workload, max_model_len=longest, objective="throughput")
     estimator = make_estimator(problem)
     predicted: list[PipelinePredictions] = []
     rate = tokens = 0.0

@@ -98,7 +98,7 @@ OF_ALLOCATION: dict[str, str] = {
     "layers_uneven": "holds {value} layers; an even split gives {limit}",
     "precision_differs": "states {value}; its tier's precision is {limit}",
     "weight_share_differs": "states {value} bytes of weights a GPU; its share at the tier's precision is {limit}",
-    "activations_stated": "states {value} bytes of activations a GPU; this problem counts {limit}",
+    "activations_stated": "states {value} bytes beside weights and KV cache a GPU; this problem counts {limit}",
     "kv_cache_share_differs": "states {value} bytes of KV cache a GPU; its weights leave {limit}",
     "memory_exceeded": "weights and KV cache take {value} GB of a GPU; it has {limit}",
     "compute_exceeded": "what is sent there takes {value} of its replicas; bought are {limit}",

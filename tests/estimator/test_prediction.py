@@ -197,6 +197,17 @@ def test_a_request_beyond_max_model_len_is_not_served(plan: hp.Plan) -> None:
         hp.estimate(plan, hp.Workload(input_tokens=2_000, output_tokens=300))
 
 
+def test_other_requests_do_not_move_what_is_kept_for_a_second_engine() -> None:
+    """The room was made for requests of 4,096 tokens, and stays that large for shorter ones."""
+    plan = hp.optimize(
+        model="llama-3.1-8b", cluster={"g6.xlarge": 1}, workload=WORKLOAD, max_model_len=4096, handover_sequences=2
+    )
+    (pipeline,) = plan.deployments[0].pipelines
+    assert pipeline.max_num_seqs < 64, "memory is what limits this plan"
+    same = hp.Workload(input_tokens=WORKLOAD.mean_input_tokens, output_tokens=WORKLOAD.mean_output_tokens)
+    assert hp.estimate(plan, same).requests_per_s == pytest.approx(plan.requests_per_s)
+
+
 def test_a_plan_for_a_demand_can_be_asked_about_other_lengths() -> None:
     demand = hp.Workload(input_tokens=763, output_tokens=232, requests_per_s=1)
     cheapest = hp.optimize(model="llama-3.2-1b", cluster={"g6.xlarge": 2}, workload=demand, objective="cost")
