@@ -35,6 +35,7 @@ from hetplan.estimator.prediction import (
 )
 from hetplan.estimator.replica import Replica, Schedule, make_replica
 from hetplan.launchers.shell import write_shell
+from hetplan.launchers.stores import shard_source
 from hetplan.launchers.vllm import cache_sharing
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
@@ -85,6 +86,8 @@ def optimize(
     gpu_memory_utilization: float = 0.9,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    handover_sequences: int = 0,
+    handover_layers: int = 0,
     handling: Handling = "both",
     calibrations: Mapping[str, Calibration] | None = None,
     warm_start: Plan | None = None,
@@ -130,6 +133,9 @@ def optimize(
         Other number formats than the checkpoint's, such as "fp8".
     gpu_memory_utilization, max_num_seqs, max_num_batched_tokens
         As vLLM's flags of those names.
+    handover_sequences, handover_layers : int
+        Memory kept on every GPU so that a second engine can start beside the first and take over: with a KV cache for
+        so many of the longest sequences, and with so many layers more in a stage. 0 keeps none.
     handling : "none", "migration", "concurrent" or "both"
         What is done about interruptions, for "expected_cost": whether requests keep their tokens, and whether the
         replacement starts at the notice.
@@ -187,6 +193,8 @@ def optimize(
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            handover_sequences=handover_sequences,
+            handover_layers=handover_layers,
             handling=handling,
         )
     else:
@@ -204,6 +212,8 @@ def optimize(
             "kv_dtype": kv_dtype,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
+            "handover_sequences": handover_sequences or None,
+            "handover_layers": handover_layers or None,
             "handling": None if handling == "both" else handling,
             "calibrations": calibrations,
         }
@@ -534,6 +544,7 @@ def launch(
     first_port: int = 8000,
     kv_connector: str | None = None,
     kv_storage: str | Path | None = None,
+    store: str | Path | None = None,
     dry_run: bool = False,
 ) -> list[Path]:
     """Write what starts a plan on an engine.
@@ -555,6 +566,9 @@ def launch(
         vLLM's connector by which engines hand caches to each other, so that a request can leave with its cache.
     kv_storage : path, optional
         With ExampleConnector: the absolute path of a folder that all engines see.
+    store : path or URL, optional
+        With engine "hetplan": engines take their weights from a tensor store on each machine, which reads the model's
+        shards in this folder (an absolute path) or below this URL (http, https, s3).
     dry_run : bool
         Check everything and return the paths, write nothing.
 
@@ -579,7 +593,17 @@ def launch(
         raise InvalidInputError(f"first_port is 1024 to 30000, got {first_port}")
     profile = get_engine(engine) if engine is not None else plan.placement.engine or get_engine(DEFAULT_ENGINE)
     sharing = cache_sharing(kv_connector, None if kv_storage is None else str(kv_storage))
-    return write_shell(plan, Path(out), profile, model=model, first_port=first_port, sharing=sharing, dry_run=dry_run)
+    source = shard_source(None if store is None else str(store), profile)
+    return write_shell(
+        plan,
+        Path(out),
+        profile,
+        model=model,
+        first_port=first_port,
+        sharing=sharing,
+        source=source,
+        dry_run=dry_run,
+    )
 
 
 def predict(

@@ -93,6 +93,12 @@ def optimize(
     engine: Annotated[str | None, typer.Option(help="Plan within an engine's limits, such as vllm-0.32.")] = None,
     weight_dtype: Annotated[str | None, typer.Option(help="Quantise the weights, such as fp8.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, tokens.")] = None,
+    handover_sequences: Annotated[
+        int | None, typer.Option(help="Keep room for a second engine with so many of the longest sequences; 0.")
+    ] = None,
+    handover_layers: Annotated[
+        int | None, typer.Option(help="And for so many layers more in each of its stages; 0.")
+    ] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random choices.")] = None,
     calibration: Annotated[
@@ -155,6 +161,8 @@ def optimize(
             "engine": engine,
             "weight_dtype": weight_dtype,
             "max_model_len": max_model_len,
+            "handover_sequences": handover_sequences,
+            "handover_layers": handover_layers,
             "time_limit_s": time_limit,
             "seed": seed,
             "search": search,
@@ -330,6 +338,9 @@ def launch(
         str | None, typer.Option(help="Caches move between engines: ExampleConnector or NixlConnector.")
     ] = None,
     kv_storage: Annotated[Path | None, typer.Option(help="Folder of ExampleConnector, an absolute path.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Folder or URL of the shards that tensor stores serve; with engine hetplan.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -347,6 +358,7 @@ def launch(
             first_port=first_port,
             kv_connector=kv_connector,
             kv_storage=kv_storage,
+            store=store,
             dry_run=dry_run,
         )
         for path in paths:

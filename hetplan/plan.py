@@ -42,24 +42,36 @@ class Prediction(Frozen):
 
 
 class StageMemory(Frozen):
-    """Memory of one GPU of a stage. What is left of ``usable_bytes`` holds the KV cache."""
+    """Memory of one GPU of a stage. What is left of ``usable_bytes`` holds the KV cache.
+
+    ``reserved_bytes`` are kept for a second engine beside this one, ``start_kv_cache_bytes`` of them for its KV cache.
+    """
 
     usable_bytes: Bytes
     weight_bytes: Bytes
     activation_bytes: Bytes
     other_bytes: Bytes
+    reserved_bytes: Bytes = 0
+    start_kv_cache_bytes: Bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """All that the KV cache does not get."""
+        return self.weight_bytes + self.activation_bytes + self.other_bytes + self.reserved_bytes
 
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes left for the KV cache; negative when the weights do not fit."""
-        return self.usable_bytes - self.weight_bytes - self.activation_bytes - self.other_bytes
+        return self.usable_bytes - self.taken_bytes
 
 
 class Stage(Frozen):
     """Consecutive layers on one tensor-parallel group inside one node.
 
     ``layers`` is (start, stop), stop excluded. ``node`` indexes the pipeline's ``nodes``. Memory figures are per GPU;
-    ``kv_cache_bytes`` is what the engine is told to reserve for the KV cache.
+    ``kv_cache_bytes`` is what the engine is told to reserve for the KV cache. ``other_bytes`` are the engine's context
+    and libraries; None in plans of versions that did not state it. ``reserved_bytes`` are kept for a second engine
+    beside this one, which starts with a KV cache of ``start_kv_cache_bytes``.
     """
 
     layers: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]
@@ -71,6 +83,9 @@ class Stage(Frozen):
     weight_bytes: Bytes
     activation_bytes: Bytes
     kv_cache_bytes: Bytes
+    other_bytes: Bytes | None = None
+    reserved_bytes: Bytes = 0
+    start_kv_cache_bytes: Bytes = 0
 
     @property
     def layer_count(self) -> int:
@@ -436,6 +451,7 @@ def _describe_pipeline(number: int, pipeline: Pipeline) -> list[str]:
             f"  layers {stage.layers[0]:>3}-{stage.layers[1] - 1:<3} {stage.instance_type} node {stage.node} "
             f"GPU {','.join(map(str, stage.gpu_indices))} TP{stage.tensor_parallel} {stage.compute_dtype}: "
             f"weights {format_bytes(stage.weight_bytes)}, KV cache {format_bytes(stage.kv_cache_bytes)} a GPU"
+            + (f", {format_bytes(stage.reserved_bytes)} kept for a second engine" if stage.reserved_bytes else "")
         )
     lines.append(f"  {p.requests_per_s.source}")
     return lines

@@ -41,10 +41,12 @@ def plan_tables(plan: Plan) -> RenderableType:
             )
             for name in ("layers", "instance", "node", "GPUs", "TP", "dtype"):
                 table.add_column(name, no_wrap=name == "instance")
-            for name in ("weights", "activ.", "KV"):
+            kept = any(stage.reserved_bytes for stage in pipeline.stages)
+            for name in ("weights", "activ.", "KV", *(["kept"] if kept else [])):
                 table.add_column(name, justify="right")
             for stage in pipeline.stages:
-                memory = (stage.weight_bytes, stage.activation_bytes, stage.kv_cache_bytes)
+                memory = [stage.weight_bytes, stage.activation_bytes, stage.kv_cache_bytes]
+                memory += [stage.reserved_bytes] if kept else []
                 table.add_row(
                     f"{stage.layers[0]}-{stage.layers[1] - 1} ({stage.layer_count})",
                     stage.instance_type,
@@ -56,7 +58,8 @@ def plan_tables(plan: Plan) -> RenderableType:
                 )
             table.caption = (
                 f"TTFT {seconds_with_band(p.ttft_s)}, TPOT {seconds_with_band(p.tpot_s)}, "
-                f"{pipeline.max_num_seqs} sequences in flight, {pipeline.micro_batch} a stage. Memory in GiB per GPU."
+                f"{pipeline.max_num_seqs} sequences in flight, {pipeline.micro_batch} a stage. Memory in GiB per GPU"
+                f"{', kept for a second engine in the last column' if kept else ''}."
             )
             table.caption_justify = "left"
             parts += [Text(), table, Text(p.requests_per_s.source, style="dim")]

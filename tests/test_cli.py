@@ -87,9 +87,9 @@ def test_options_of_the_problem(run: Run) -> None:
     options = [
         "--region", "us-east-1", "--market", "spot", "--input-tokens", "100", "--output-tokens", "50",
         "--requests-per-s", "2", "--objective", "cost", "--weight-dtype", "fp8", "--max-model-len", "4096",
-        "--time-limit", "5",
+        "--handover-sequences", "2", "--handover-layers", "1", "--engine", "hetplan", "--time-limit", "5",
     ]  # fmt: skip
-    code, out, _ = run("optimize", *SMALL, *options, "--json")
+    code, out, said = run("optimize", *SMALL, *options, "--json")
     assert code == FINE
     made = hp.Plan.from_json(out)
     assert made.deployments[0].pipelines[0].nodes == ("aws/us-east-1/g6.xlarge/spot",)
@@ -97,6 +97,10 @@ def test_options_of_the_problem(run: Run) -> None:
     assert made.problem.workload.max_tokens == 150
     assert made.problem.model.weight_dtype == "fp8"
     assert made.problem.max_model_len == 4096
+    assert (made.problem.handover_sequences, made.problem.handover_layers) == (2, 1)
+    assert made.deployments[0].pipelines[0].stages[0].reserved_bytes > 0
+    assert "kept for a second engine" in said
+    assert "Within the limits of hetplan" in said
     assert made.objective_name == "cost"
 
 
@@ -362,7 +366,7 @@ VALUES: list[Any] = [-1, 1.5, "x", ["x"], {"x": 1}, True, None]
 KEYS = (
     "model", "cluster", "workload", "slo", "objective", "solver", "solver_options", "estimator", "time_limit_s", "seed",
     "latency_penalty", "engine", "max_model_len", "weight_dtype", "kv_dtype", "gpu_memory_utilization", "max_num_seqs",
-    "max_num_batched_tokens",
+    "max_num_batched_tokens", "handover_sequences", "handover_layers",
 )  # fmt: skip
 
 
@@ -372,6 +376,19 @@ def test_no_value_in_a_problem_file_is_our_fault(run: Run, key: str, tmp_path: P
         quick = {"model": TINY_LLAMA, "max_num_seqs": 8}
         code, _, said = run("optimize", write_yaml(tmp_path, **(quick | {key: value})))
         assert code in (FINE, BAD_INPUT, INFEASIBLE, NO_SOLUTION), f"{key}: {value!r}: {said}"
+
+
+# ---- launch
+
+
+def test_a_store_is_launched_with_the_plugin(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, said, _ = run("launch", plan_file, "--out", out, "--engine", "hetplan", "--store", "s3://b/model", "--json")
+    assert code == FINE
+    assert str(out / "pipeline-1-node-0-store.sh") in json.loads(said)["paths"]
+    code, _, said = run("launch", plan_file, "--out", tmp_path / "stock", "--store", "s3://b/model")
+    assert code == BAD_INPUT
+    assert "engine='hetplan'" in said
 
 
 # ---- no plan

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from hetplan.base import Frozen
-from hetplan.catalog.hardware import GpuSpec
+from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.errors import UnknownNameError
 from hetplan.units import GIB
 
@@ -42,6 +44,15 @@ class EngineProfile(Frozen):
     checked: Literal["run", "not run"]
     source: str
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "equal-gpus-per-node" in self.limits and "one-tensor-parallel-degree" not in self.limits:
+            raise ValueError(
+                "equal-gpus-per-node without one-tensor-parallel-degree is not planned for: solvers count a node's "
+                "stages; add the one limit or leave the other out"
+            )
+        return self
+
 
 _VLLM_FLAGS = (
     "--host",
@@ -68,6 +79,9 @@ _VLLM_FLAGS = (
 )
 _VLLM_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_HOST_IP", "VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND")
 
+# vLLM with hetplan's plugin, which starts each stage with processes of its own.
+PLUGIN_ENGINE = "hetplan"
+
 ENGINES: dict[str, EngineProfile] = {
     profile.name: profile
     for profile in (
@@ -88,6 +102,15 @@ ENGINES: dict[str, EngineProfile] = {
             variables=_VLLM_VARIABLES,
             checked="not run",
             source="vLLM 0.33.0, published wheel: vllm/engine/arg_utils.py, vllm/envs.py",
+        ),
+        EngineProfile(
+            name=PLUGIN_ENGINE,
+            version="0.32.0",
+            limits=("consecutive-stages-per-node", "one-dtype"),
+            flags=(*_VLLM_FLAGS, "--worker-cls", "--load-format"),
+            variables=(*_VLLM_VARIABLES, "HETPLAN_LAYOUT", "HETPLAN_STORE", "HETPLAN_STORE_MODEL"),
+            checked="not run",
+            source="vLLM 0.32.0 with the plugin hetplan/runtime/vllm_plugin",
         ),
     )
 }
@@ -127,3 +150,8 @@ def engine_defaults(gpu: GpuSpec) -> EngineDefaults:
     if gpu.memory_bytes >= _LARGE_GPU_BYTES and "A100" not in gpu.name:
         return EngineDefaults(max_num_seqs=1024, max_num_batched_tokens=8192)
     return EngineDefaults(max_num_seqs=256, max_num_batched_tokens=2048)
+
+
+def block_tokens(machine: InstanceType) -> int:
+    """Tokens of a block of KV cache, vLLM's unless it is set: larger in its CPU build."""
+    return 128 if machine.provider == "local" else 16

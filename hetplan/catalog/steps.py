@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hetplan.base import Frozen
+from hetplan.catalog.engines import PLUGIN_ENGINE
 from hetplan.errors import UnknownNameError
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -124,6 +125,8 @@ STEP_OVERHEADS: dict[str, StepOverheads] = {
 }
 
 DEFAULT_STEP_ENGINE = "vllm"
+# Engines whose steps are another's: the plugin changes who runs a stage, not what a step does.
+_STEPS_OF = {PLUGIN_ENGINE: DEFAULT_STEP_ENGINE}
 
 
 def get_step_overheads(engine: str) -> StepOverheads:
@@ -135,6 +138,7 @@ def get_step_overheads(engine: str) -> StepOverheads:
         If no engine of that name was ever fitted.
     """
     wanted = str(engine).strip().lower().replace("trtllm", "tensorrt-llm")
+    wanted = _STEPS_OF.get(wanted, wanted)
     if wanted in STEP_OVERHEADS:
         return STEP_OVERHEADS[wanted]
     for name, found in STEP_OVERHEADS.items():

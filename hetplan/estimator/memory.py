@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from hetplan.catalog.dtypes import dtype_bytes
-from hetplan.catalog.engines import engine_defaults
+from hetplan.catalog.engines import block_tokens, engine_defaults
 from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.estimator.base import sum_over_layers
@@ -57,7 +59,8 @@ def engine_memory(
     Returns
     -------
     StageMemory
-        Usable bytes (utilisation of what the allocator sees), weights, peak activation, other.
+        Usable bytes (utilisation of what the allocator sees), weights, peak activation, other, and what is kept for a
+        second engine.
     """
     gpu = instance_type.gpu
     defaults = engine_defaults(gpu)
@@ -75,11 +78,53 @@ def engine_memory(
     peak = hidden + step_tokens * _widest_pair(model, tensor_parallel) * element
     if last:
         peak = max(peak, hidden + _SAMPLER_BYTES * sequences * model.vocabulary_size)
-    return StageMemory(
+    alone = StageMemory(
         usable_bytes=int(problem.gpu_memory_utilization * _ALLOCATOR_SHARE * gpu.memory_bytes),
         weight_bytes=int(weights),
         activation_bytes=int(peak),
         other_bytes=_NON_TORCH_BYTES + (_NON_TORCH_GROUP_BYTES if tensor_parallel > 1 else 0),
+    )
+    return with_handover(
+        problem, model, instance_type, alone, layers=layers, tensor_parallel=tensor_parallel, layer_bytes=max(held)
+    )
+
+
+def with_handover(
+    problem: PlacementProblem,
+    model: ModelSpec,
+    instance_type: InstanceType,
+    alone: StageMemory,
+    *,
+    layers: tuple[int, int],
+    tensor_parallel: int,
+    layer_bytes: float,
+) -> StageMemory:
+    """The memory of a stage with room for a second engine beside it, where the problem asks for that.
+
+    The second engine uses the same weights, and needs activations and a context of its own and a slice of KV cache.
+    The slice is counted layer by layer in whole bytes, so that a stage's is the sum of its layers'.
+
+    Parameters
+    ----------
+    alone : StageMemory
+        Of the stage without a second engine.
+    layer_bytes : float
+        Weights of the largest layer that may be added to the stage.
+    """
+    if problem.handover_sequences == 0:
+        return alone
+    # An engine hands cache out in whole blocks, and keeps one of them empty.
+    block = block_tokens(instance_type)
+    longest = -(-problem.longest_request_tokens // block) * block
+    slices = [
+        problem.handover_sequences * math.ceil(model.layer_kv_bytes_per_sequence(kind, longest, tensor_parallel))
+        + math.ceil(model.layer_kv_bytes_per_sequence(kind, block, tensor_parallel))
+        for kind in range(len(model.layer_kinds))
+    ]
+    more = problem.handover_layers * (int(layer_bytes) + max(slices))
+    start = int(sum_over_layers(model, layers, slices))
+    return alone.replace(
+        reserved_bytes=alone.activation_bytes + alone.other_bytes + start + more, start_kv_cache_bytes=start
     )
 
 

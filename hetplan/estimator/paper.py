@@ -24,6 +24,7 @@ from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.catalog.model import ModelSpec
 from hetplan.estimator.base import FloatArray, LayerwiseEstimator, Phase, batch_array, sum_over_layers
 from hetplan.estimator.communication import all_reduce_s, group_link, send_s, slowest_link
+from hetplan.estimator.memory import with_handover
 from hetplan.estimator.operations import FeedForward, Work, decode_work, feed_forwards, logits_work, prefill_work
 from hetplan.estimator.rates import compute_rate
 from hetplan.plan import Stage, StageMemory
@@ -191,10 +192,17 @@ class PaperEstimator(LayerwiseEstimator):
     ) -> StageMemory:
         """M_i and M_weight of eq. 6, a GPU's share; the embedding and the head are not placed."""
         kinds = range(len(model.layer_kinds))
-        weights = sum_over_layers(model, layers, [model.layer_weight_bytes(k, tensor_parallel) for k in kinds])
-        return StageMemory(
-            usable_bytes=instance_type.gpu.memory_bytes, weight_bytes=int(weights), activation_bytes=0, other_bytes=0
+        held = [model.layer_weight_bytes(k, tensor_parallel) for k in kinds]
+        alone = StageMemory(
+            usable_bytes=instance_type.gpu.memory_bytes,
+            weight_bytes=int(sum_over_layers(model, layers, held)),
+            activation_bytes=0,
+            other_bytes=0,
         )
+        return with_handover(
+            self.problem, model, instance_type, alone,
+            layers=layers, tensor_parallel=tensor_parallel, layer_bytes=max(held),
+        )  # fmt: skip
 
     def sequence_bytes(
         self,

@@ -127,7 +127,7 @@ def _shortfall(
     reasons = []
     longest = sequence_bytes(problem, estimator, stages, tokens)
     for stage, memory, one in zip(stages, stage_memories(problem, estimator, stages), longest, strict=True):
-        needed = memory.weight_bytes + memory.activation_bytes + memory.other_bytes + one
+        needed = memory.taken_bytes + one
         if needed - memory.usable_bytes > worst_short:
             worst_short = needed - memory.usable_bytes
             said = (
@@ -153,8 +153,10 @@ def estimate_plan(plan: Plan, workload: Workload | None) -> PlanEstimate:
     """See `hetplan.estimate`."""
     problem = plan.placement
     if workload is not None:
-        # The pipelines are given: a demand that they were bought for no longer matters.
-        problem = problem.replace(workload=workload, max_model_len=None, objective="throughput")
+        # The pipelines are given, and what they keep for a second engine: a demand that they were bought for no longer
+        # matters.
+        longest = max(problem.longest_request_tokens, workload.max_tokens)
+        problem = problem.replace(workload=workload, max_model_len=longest, objective="throughput")
     estimator = make_estimator(problem)
     predicted: list[PipelinePredictions] = []
     rate = tokens = 0.0

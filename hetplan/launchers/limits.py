@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from hetplan.catalog.engines import LIMITS, EngineProfile, LimitName
+from hetplan.catalog.engines import ENGINES, LIMITS, PLUGIN_ENGINE, EngineProfile, LimitName
 from hetplan.errors import UnsupportedFeatureError
 from hetplan.plan import Pipeline
 
@@ -17,8 +17,10 @@ class EngineLimitError(UnsupportedFeatureError):
     def __init__(self, limit: LimitName, engine: str, found: str) -> None:
         self.limit = limit
         self._parts = (limit, engine, found)
+        lifted = limit not in ENGINES[PLUGIN_ENGINE].limits
         super().__init__(
             f"{engine} cannot run this plan: {limit}: {LIMITS[limit]}; {found}. Plan with engine={engine!r}"
+            + (f", or launch with engine={PLUGIN_ENGINE!r}, whose plugin lifts the limit" if lifted else "")
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,3 +64,8 @@ def refuse_beyond(engine: EngineProfile, pipeline: Pipeline) -> None:
         found = _CHECKS[limit](pipeline)
         if found is not None:
             raise EngineLimitError(limit, engine.name, found)
+
+
+def keeps_all_limits(pipeline: Pipeline) -> bool:
+    """Whether every engine runs it, without a plugin."""
+    return all(check(pipeline) is None for check in _CHECKS.values())

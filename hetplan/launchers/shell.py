@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetplan.catalog.engines import LIMITS, EngineProfile
+from hetplan.catalog.engines import LIMITS, EngineProfile, block_tokens
 from hetplan.errors import InvalidInputError
 from hetplan.launchers.names import comment, quoted
+from hetplan.launchers.stores import ShardSource
 from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, model_source, nodes_of
 from hetplan.plan import Plan
-
-# vLLM's block sizes, unless they are set.
-_BLOCK_TOKENS, _BLOCK_TOKENS_CPU = 16, 128
 
 
 def shell_files(
@@ -22,6 +20,7 @@ def shell_files(
     model: str | None = None,
     first_port: int = HTTP_PORT,
     sharing: CacheSharing | None = None,
+    source: ShardSource | None = None,
 ) -> dict[str, str]:
     """The files of the target, by name; the same plan gives the same bytes.
 
@@ -36,6 +35,8 @@ def shell_files(
         HTTP port of the first pipeline; the others follow.
     sharing : CacheSharing, optional
         How engines hand caches to each other; by default they do not.
+    source : ShardSource, optional
+        Where the tensor store of each machine reads the weights; by default engines load them themselves.
 
     Raises
     ------
@@ -44,13 +45,15 @@ def shell_files(
     InvalidInputError
         If a name in the plan is not fit for a command line, or caches cannot be shared by its pipelines.
     """
-    source = model_source(plan.placement.model, model)
-    nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing)
-    files = {node.script: _script(node, source) for node in nodes}
+    loaded = model_source(plan.placement.model, model)
+    nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing, source=source)
+    files = {node.script: _script(node, loaded) for node in nodes}
+    if source is not None:
+        files |= {node.store_script: _store_script(node, source) for node in nodes}
     files["wait-ready.sh"] = _wait_ready(nodes)
     files["router.json"] = json.dumps(_router(plan, nodes, sharing), indent=1) + "\n"
     files["plan.json"] = plan.to_json() + "\n"
-    files["README.md"] = _readme(plan, engine, nodes, source)
+    files["README.md"] = _readme(plan, engine, nodes, loaded)
     return files
 
 
@@ -62,6 +65,7 @@ def write_shell(
     model: str | None = None,
     first_port: int = HTTP_PORT,
     sharing: CacheSharing | None = None,
+    source: ShardSource | None = None,
     dry_run: bool = False,
 ) -> list[Path]:
     """Write the files into a new or empty folder; with ``dry_run`` only say which.
@@ -71,7 +75,7 @@ def write_shell(
     InvalidInputError
         If the folder is not empty or cannot be written.
     """
-    files = shell_files(plan, engine, model=model, first_port=first_port, sharing=sharing)
+    files = shell_files(plan, engine, model=model, first_port=first_port, sharing=sharing, source=source)
     paths = [out / name for name in sorted(files)]
     if dry_run:
         return paths
@@ -110,6 +114,8 @@ def _script(node: Node, model: str) -> str:
     lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
     lines.append(f'export VLLM_HOST_IP="${node.address}"')
     lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
+    if node.store_bytes is not None:
+        lines.append(f"export HETPLAN_STORE={_socket(node)}")
     if "VLLM_NIXL_SIDE_CHANNEL_PORT" in node.variables:
         lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_HOST="${node.address}"')
     lines += ["", "arguments=(", '  "$model"']
@@ -119,6 +125,32 @@ def _script(node: Node, model: str) -> str:
         lines.append(f'  --master-addr="${node.head_address}"')
     lines += [f"  {quoted(a)}" for a in node.arguments]
     lines += [")", 'exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"', ""]
+    return "\n".join(lines)
+
+
+def _socket(node: Node) -> str:
+    """The socket of a machine's store as a word of a shell: the environment's, else one in the user's own folder."""
+    return f'"${{HETPLAN_STORE:-${{XDG_RUNTIME_DIR:-/tmp/hetplan-$(id -u)}}/hetplan/{node.name}.sock}}"'
+
+
+def _store_script(node: Node, source: ShardSource) -> str:
+    """What serves a machine's weights, and keeps them while engines come and go."""
+    allowed = [] if source.allowed_host is None else [f"  --allow-host={quoted(source.allowed_host)}"]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Tensor store of pipeline {node.pipeline}, node {node.rank}: "
+        f"{comment(node.instance_type)} ({comment(node.offer)})",
+        "set -euo pipefail",
+        "",
+        "arguments=(",
+        f"  --socket={_socket(node)}",
+        f"  --shards={quoted(source.shards)}",
+        *allowed,
+        f"  --memory={node.store_bytes}",
+        ")",
+        'exec "${HETPLAN:-hetplan}" store serve "${arguments[@]}"',
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -175,7 +207,7 @@ def _kv_transfer(plan: Plan, sharing: CacheSharing, *, local: bool) -> dict[str,
     link = min((m.inter_node_link for m in plan.placement.cluster.instance_types), key=lambda link: link.bytes_per_s)
     return {
         "storage": sharing.storage,
-        "block_tokens": _BLOCK_TOKENS_CPU if local else _BLOCK_TOKENS,
+        "block_tokens": max(block_tokens(machine) for machine in plan.placement.cluster.instance_types),
         "layers": model.layer_count,
         "cache_bytes_per_token": model.kv_bytes_per_token(),
         "bytes_per_s": link.bytes_per_s,
@@ -200,20 +232,28 @@ def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) ->
         lines.append(
             f"| {node.script} | {comment(node.instance_type)} | {comment(node.offer)} | {layers} | {listens} |"
         )
+    plugin = " and, into its environment, the plugin (`pip install --no-deps hetplan`)"
+    exports = "\n".join(f"export {node.address}=..." for node in nodes)
+    steps = [
+        f"On every machine: install the engine{plugin if any(node.staged for node in nodes) else ''}, "
+        f"and export the private addresses:\n\n```bash\n{exports}\n```\n"
+    ]
+    if any(node.store_bytes is not None for node in nodes):
+        steps.append(
+            "Start each machine's store before its engine, `pipeline-...-store.sh`: it holds the weights, and goes on\n"
+            "   when an engine is replaced. They meet at a socket, HETPLAN_STORE where that is set."
+        )
+    steps += [
+        "Start the scripts of a pipeline in any order; node 0 answers when all have joined.",
+        "`./wait-ready.sh` returns when every pipeline answers on /health.",
+        "`hetplan router router.json` serves them at one address, 127.0.0.1:8080 unless told, by the weights in\n"
+        "   `router.json`; streams go on when a pipeline is lost.",
+    ]
     lines += [
         "",
         "## Start",
         "",
-        "1. On every machine: install the engine, and export the private addresses:",
-        "",
-        "```bash",
-        *(f"export {node.address}=..." for node in nodes),
-        "```",
-        "",
-        "2. Start the scripts of a pipeline in any order; node 0 answers when all have joined.",
-        "3. `./wait-ready.sh` returns when every pipeline answers on /health.",
-        "4. `hetplan router router.json` serves them at one address, 127.0.0.1:8080 unless told, by the weights in",
-        "   `router.json`; streams go on when a pipeline is lost.",
+        *(f"{number}. {step}" for number, step in enumerate(steps, start=1)),
         "",
         "SIGTERM to node 0 drains: running requests finish (for up to 120 s), new ones are refused.",
         "",

@@ -12,8 +12,9 @@ from hetplan.catalog.engines import EngineProfile
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.models import hugging_face_id
 from hetplan.errors import InvalidInputError, UnknownNameError
-from hetplan.launchers.limits import refuse_beyond
+from hetplan.launchers.limits import keeps_all_limits, refuse_beyond
 from hetplan.launchers.names import argument
+from hetplan.launchers.stores import LOAD_FORMAT, ShardSource
 from hetplan.plan import Pipeline, Plan, Stage
 
 # Names of number formats on vLLM's command line.
@@ -24,6 +25,9 @@ _MASTER_PORT_OFFSET = 29500 - 8000
 _NIXL_PORT_OFFSET = 5600 - 8000
 HTTP_PORT = 8000
 KvConnector = Literal["ExampleConnector", "NixlConnector"]
+# The plugin's own classes, by which each stage has its degree: vLLM counts one rank a stage.
+_PLUGIN = "hetplan.runtime.vllm_plugin"
+_EXECUTOR = f"{_PLUGIN}.executor.StagedExecutor"
 # The methods that `ModelSpec.with_dtypes` writes for weights quantised while loading.
 _ONLINE = "online-"
 
@@ -63,7 +67,11 @@ def cache_sharing(connector: str | None, storage: str | None) -> CacheSharing | 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of one pipeline copy: what it runs. ``address`` names the variable that holds its private address."""
+    """One machine of one pipeline copy: what it runs.
+
+    ``address`` names the variable that holds its private address; ``staged`` says whether the plugin starts it;
+    ``store_bytes`` is the memory of its tensor store, None without one.
+    """
 
     pipeline: int
     rank: int
@@ -76,10 +84,20 @@ class Node:
     arguments: tuple[str, ...]
     variables: dict[str, str]
     local: bool
+    staged: bool
+    store_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"pipeline-{self.pipeline}-node-{self.rank}"
 
     @property
     def script(self) -> str:
-        return f"pipeline-{self.pipeline}-node-{self.rank}.sh"
+        return f"{self.name}.sh"
+
+    @property
+    def store_script(self) -> str:
+        return f"{self.name}-store.sh"
 
 
 def model_source(model: ModelSpec, given: str | None) -> str:
@@ -93,9 +111,16 @@ def model_source(model: ModelSpec, given: str | None) -> str:
 
 
 def nodes_of(
-    plan: Plan, engine: EngineProfile, *, first_port: int = HTTP_PORT, sharing: CacheSharing | None = None
+    plan: Plan,
+    engine: EngineProfile,
+    *,
+    first_port: int = HTTP_PORT,
+    sharing: CacheSharing | None = None,
+    source: ShardSource | None = None,
 ) -> list[Node]:
     """Every machine of every pipeline copy of a plan.
+
+    A pipeline that keeps the limits of stock vLLM is started on stock vLLM, unless its weights come from a store.
 
     Raises
     ------
@@ -109,16 +134,26 @@ def nodes_of(
     for deployment in plan.deployments:
         for pipeline in deployment.pipelines:
             refuse_beyond(engine, pipeline)
+            staged = source is not None or not keeps_all_limits(pipeline)
             if sharing is not None:
-                _refuse_sharing(plan, pipeline, sharing)
+                _refuse_sharing(plan, pipeline, sharing, staged=staged)
             for _ in range(pipeline.count):
                 number += 1
-                nodes += _pipeline_nodes(plan, pipeline, number, first_port + number - 1, sharing)
+                port = first_port + number - 1
+                nodes += _pipeline_nodes(plan, pipeline, number, port, sharing, source, staged=staged)
     return nodes
 
 
-def _refuse_sharing(plan: Plan, pipeline: Pipeline, sharing: CacheSharing) -> None:
-    """ExampleConnector names files by layer, not by rank, and writes a prompt that is prefilled in chunks short."""
+def _refuse_sharing(plan: Plan, pipeline: Pipeline, sharing: CacheSharing, *, staged: bool) -> None:
+    """ExampleConnector names files by layer, not by rank, and writes a prompt that is prefilled in chunks short.
+
+    NixlConnector pairs ranks by vLLM's own degree, which is 1 where the plugin gives each stage its own.
+    """
+    if staged and any(stage.tensor_parallel > 1 for stage in pipeline.stages):
+        raise InvalidInputError(
+            f"{sharing.connector} pairs the ranks of one degree, and the plugin gives each stage its own; leave "
+            "kv_connector out, or launch a plan of single GPUs"
+        )
     if sharing.connector != "ExampleConnector":
         return
     if any(stage.tensor_parallel > 1 for stage in pipeline.stages):
@@ -131,7 +166,16 @@ def _refuse_sharing(plan: Plan, pipeline: Pipeline, sharing: CacheSharing) -> No
         )
 
 
-def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int, sharing: CacheSharing | None) -> list[Node]:
+def _pipeline_nodes(
+    plan: Plan,
+    pipeline: Pipeline,
+    number: int,
+    port: int,
+    sharing: CacheSharing | None,
+    source: ShardSource | None,
+    *,
+    staged: bool,
+) -> list[Node]:
     # vLLM numbers ranks along the pipeline, so machines are ranked by their first stage.
     order = list(dict.fromkeys(stage.node for stage in pipeline.stages))
     head = address_variable(number, 0)
@@ -140,6 +184,14 @@ def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int, shar
         stages = tuple(stage for stage in pipeline.stages if stage.node == node)
         machine = plan.placement.cluster.instance_type(stages[0].instance_type)
         local = machine.provider == "local"
+        arguments = _arguments(plan, pipeline, stages, rank, len(order), number, port, local=local, staged=staged)
+        variables = _variables(pipeline, local=local)
+        if staged:
+            layout = {"stages": [_stage_layout(s, order.index(s.node), source) for s in pipeline.stages]}
+            variables["HETPLAN_LAYOUT"] = json.dumps(layout, separators=(",", ":"))
+        if source is not None:
+            arguments += (f"--load-format={LOAD_FORMAT}",)
+            variables["HETPLAN_STORE_MODEL"] = argument(plan.placement.model.name, "model name")
         nodes.append(
             Node(
                 pipeline=number,
@@ -150,13 +202,43 @@ def _pipeline_nodes(plan: Plan, pipeline: Pipeline, number: int, port: int, shar
                 address=address_variable(number, rank),
                 head_address=head,
                 port=port,
-                arguments=_arguments(plan, pipeline, stages, rank, len(order), number, port, local=local)
-                + _sharing_arguments(sharing),
-                variables=_variables(pipeline, local=local) | _sharing_variables(sharing, port),
+                arguments=arguments + _sharing_arguments(sharing),
+                variables=variables | _sharing_variables(sharing, port),
                 local=local,
+                staged=staged,
+                store_bytes=None if source is None else sum(s.tensor_parallel * _usable_bytes(s) for s in stages),
             )
         )
     return nodes
+
+
+def _stage_layout(stage: Stage, rank: int, source: ShardSource | None) -> dict[str, object]:
+    """A stage as the plugin reads it; ``node`` is the rank of its machine, and bytes are of each of its GPUs."""
+    layout: dict[str, object] = {
+        "layers": list(stage.layers),
+        "tensor_parallel": stage.tensor_parallel,
+        "node": rank,
+        "kv_cache_bytes": stage.kv_cache_bytes,
+    }
+    if source is not None:
+        # Without a reserve an engine starts with all of its cache.
+        start = min(stage.start_kv_cache_bytes, stage.kv_cache_bytes) or stage.kv_cache_bytes
+        layout |= {"start_kv_cache_bytes": start, "hold_bytes": stage.activation_bytes + _other_bytes(stage)}
+    return layout
+
+
+def _other_bytes(stage: Stage) -> int:
+    if stage.other_bytes is None:
+        raise InvalidInputError(
+            "the plan was made by a version that did not state other_bytes, which a store counts with; plan again"
+        )
+    return stage.other_bytes
+
+
+def _usable_bytes(stage: Stage) -> int:
+    """What the engines and the store of one GPU may use together."""
+    own = stage.weight_bytes + stage.activation_bytes + _other_bytes(stage)
+    return own + stage.kv_cache_bytes + stage.reserved_bytes
 
 
 def address_variable(pipeline: int, rank: int) -> str:
@@ -174,12 +256,13 @@ def _arguments(
     port: int,
     *,
     local: bool,
+    staged: bool,
 ) -> tuple[str, ...]:
     """Flags of one machine, each ``--flag=value``; addresses are added by the script that knows them."""
     problem, model = plan.placement, plan.placement.model
     flags: dict[str, str | int | None] = {
         "--served-model-name": argument(model.name, "model name"),
-        "--tensor-parallel-size": stages[0].tensor_parallel,
+        "--tensor-parallel-size": 1 if staged else stages[0].tensor_parallel,
         "--pipeline-parallel-size": len(pipeline.stages),
         "--max-model-len": pipeline.max_model_len,
         "--max-num-seqs": pipeline.max_num_seqs,
@@ -193,8 +276,10 @@ def _arguments(
         flags["--quantization"] = model.weight_dtype
     if model.kv_dtype != model.base_dtype:
         flags["--kv-cache-dtype"] = model.kv_dtype
-    if len(pipeline.stages) * stages[0].tensor_parallel > 1:
-        flags["--distributed-executor-backend"] = "mp"
+    if staged:
+        flags["--worker-cls"] = f"{_PLUGIN}.worker.{'StagedCpuWorker' if local else 'StagedGpuWorker'}"
+    if sum(stage.tensor_parallel for stage in pipeline.stages) > 1:
+        flags["--distributed-executor-backend"] = _EXECUTOR if staged else "mp"
     if nodes > 1:
         flags |= {"--nnodes": nodes, "--node-rank": rank, "--master-port": _MASTER_PORT_OFFSET + port}
     if rank == 0:

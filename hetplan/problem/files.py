@@ -32,6 +32,8 @@ _PLAIN_KEYS = (
     "gpu_memory_utilization",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "handover_sequences",
+    "handover_layers",
     "handling",
 )
 _KEYS = ("model", "cluster", "workload", "slo", "calibrations", *_PLAIN_KEYS)

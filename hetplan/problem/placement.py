@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from hetplan.base import Frozen
 from hetplan.catalog.calibration import Calibration
-from hetplan.catalog.engines import EngineProfile, get_engine
+from hetplan.catalog.dtypes import Dtype
+from hetplan.catalog.engines import EngineProfile, LimitName, get_engine
+from hetplan.catalog.hardware import GpuSpec
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Cluster
 from hetplan.catalog.steps import DEFAULT_STEP_ENGINE, StepOverheads, get_step_overheads
@@ -45,6 +47,12 @@ class PlacementProblem(Frozen):
         Most sequences an engine keeps running; None lets the plan choose, up to 1,024.
     max_num_batched_tokens : int or None
         Most tokens in one engine step; None takes vLLM's default for the GPU.
+    handover_sequences : int
+        Sequences of the longest length that a second engine can start with beside the first, on the same GPUs and the
+        same weights, when it takes over: every GPU keeps room for its activations and context and for their KV cache.
+        0 keeps none.
+    handover_layers : int
+        Layers that a stage of the second engine may have more: room for their weights and their part of that cache.
     handling : "none", "migration", "concurrent" or "both"
         What is done about interruptions, for "expected_cost"; see `hetplan.estimator.interruption.interruption_cost`.
     start_s, start_deviation_s : float
@@ -70,6 +78,8 @@ class PlacementProblem(Frozen):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     max_num_seqs: Annotated[int, Field(gt=0, le=65536)] | None = None
     max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
+    handover_sequences: Annotated[int, Field(ge=0, le=65536)] = 0
+    handover_layers: Annotated[int, Field(ge=0)] = 0
     handling: Handling = "both"
     start_s: Annotated[float, Field(ge=0)] = 111.3
     start_deviation_s: Annotated[float, Field(ge=0)] = 11.0
@@ -123,6 +133,11 @@ class PlacementProblem(Frozen):
             raise ValueError(f"objective {self.objective!r} takes hard limits only; set hard=True on the Slo")
         if self.slo is not None and not self.slo.hard and self.latency_penalty == 0:
             raise ValueError("a soft Slo changes nothing with latency_penalty 0; give a latency_penalty, or hard=True")
+        if self.handover_layers and not self.handover_sequences:
+            raise ValueError(
+                f"handover_layers {self.handover_layers} are a second engine's, for which handover_sequences 0 keeps "
+                "no room; set it to 1 or more, or leave handover_layers out"
+            )
         mean = self.workload.mean_input_tokens + self.workload.mean_output_tokens
         if self.max_model_len is not None and self.max_model_len < mean:
             raise ValueError(
@@ -154,6 +169,16 @@ class PlacementProblem(Frozen):
     def longest_request_tokens(self) -> int:
         """Tokens of the longest request that must fit: max_model_len, else the workload's longest."""
         return self.workload.max_tokens if self.max_model_len is None else self.max_model_len
+
+    @property
+    def limits(self) -> tuple[LimitName, ...]:
+        """The engine's limits that a pipeline has to keep; none without an engine."""
+        return () if self.engine is None else self.engine.limits
+
+    def compute_dtype(self, gpu: GpuSpec) -> Dtype:
+        """What a stage's GPUs multiply in; the paper's estimator does not ask them."""
+        wanted = self.model.compute_dtype
+        return wanted if self.estimator == "paper" else gpu.runs_as(wanted)
 
     def calibration(self, gpu: str) -> Calibration:
         """The calibration of a GPU of the cluster."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hetplan import __version__
-from hetplan.catalog.dtypes import Dtype
 from hetplan.estimator.base import Estimator, make_estimator
 from hetplan.estimator.pipeline import predictions_at, stage_memories
 from hetplan.plan import OPTIMALITY_GAP, Deployment, Pipeline, Plan, Provenance, Route, Stage
@@ -63,10 +62,13 @@ def _pipeline(problem: PlacementProblem, estimator: Estimator, choice: PipelineC
                 instance_type=shape.machine.name,
                 gpu_indices=tuple(range(first, first + shape.tensor_parallel)),
                 tensor_parallel=shape.tensor_parallel,
-                compute_dtype=_compute_dtype(problem, shape.machine.gpu.name),
+                compute_dtype=problem.compute_dtype(shape.machine.gpu),
                 weight_bytes=memory.weight_bytes,
                 activation_bytes=memory.activation_bytes,
                 kv_cache_bytes=memory.kv_cache_bytes,
+                other_bytes=memory.other_bytes,
+                reserved_bytes=memory.reserved_bytes,
+                start_kv_cache_bytes=memory.start_kv_cache_bytes,
             )
         )
     in_flight = choice.micro_batch * (len(stages) if estimator.micro_batches else 1)
@@ -81,11 +83,3 @@ def _pipeline(problem: PlacementProblem, estimator: Estimator, choice: PipelineC
         cost_usd_per_hour=cost_of(problem, [choice]),
         egress_usd_per_hour=choice.egress_usd_per_hour,
     )
-
-
-def _compute_dtype(problem: PlacementProblem, gpu: str) -> Dtype:
-    """What the stage's GPUs multiply in; the paper's estimator does not ask them."""
-    asked = problem.model.compute_dtype
-    if problem.estimator == "paper":
-        return asked
-    return next(t.gpu for t in problem.cluster.instance_types if t.gpu.name == gpu).runs_as(asked)

@@ -253,8 +253,9 @@ def _check_shares_of_memory(scene: _Scene, one: _Bought) -> Iterator[Violation]:
         # One byte: the same product in another order may round to the other side.
         if abs(stage.weight_bytes - weight_bytes) > 1:
             yield found("weight_share_differs", where, stage.weight_bytes, weight_bytes)
-        if stage.activation_bytes != 0:
-            yield found("activations_stated", where, stage.activation_bytes, 0)
+        beside = (stage.activation_bytes, stage.other_bytes or 0, stage.reserved_bytes, stage.start_kv_cache_bytes)
+        if any(beside):
+            yield found("activations_stated", where, sum(beside), 0)
         if option.given is None and abs(stage.kv_cache_bytes - left) > 1:
             yield found("kv_cache_share_differs", where, stage.kv_cache_bytes, left)
 

@@ -262,7 +262,7 @@ def _room(problem: PlacementProblem, estimator: Estimator, machine: InstanceType
     return _Room(
         total=empty.kv_cache_bytes,
         per_sequence=per_sequence,
-        weights=tuple(memory.weight_bytes - empty.weight_bytes for memory, _ in single),
+        weights=tuple(empty.kv_cache_bytes - memory.kv_cache_bytes for memory, _ in single),
         cached_per_sequence=tuple(longer - per_sequence for _, longer in single),
     )
 

@@ -20,7 +20,7 @@ from hetplan.catalog.hardware import GpuSpec, InstanceType
 from hetplan.catalog.model import ModelSpec
 from hetplan.catalog.offers import Offer, Pool, ZoneLink
 from hetplan.estimator.base import Estimator, Phase, make_estimator
-from hetplan.plan import Certificate, Pipeline, Plan, Prediction, Stage
+from hetplan.plan import Certificate, Pipeline, Plan, Prediction, Stage, StageMemory
 from hetplan.problem.placement import PlacementProblem
 from hetplan.units import BITS_PER_BYTE, GB, SECONDS_PER_HOUR
 from hetplan.verification.certificate import Proven, allowed_degrees, layer_rate_bound
@@ -392,7 +392,8 @@ def _check_memory(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
             first=s == 0,
             last=s == final,
         )
-        taken = memory.weight_bytes + memory.activation_bytes + memory.other_bytes
+        reserved, start = _kept_for_another(scene, stage, memory, longest_tokens)
+        taken = memory.weight_bytes + memory.activation_bytes + memory.other_bytes + reserved
         left = memory.usable_bytes - taken
         if left < 0:
             yield found("weights_do_not_fit", here, taken, memory.usable_bytes)
@@ -400,8 +401,12 @@ def _check_memory(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
             ("weight_bytes_differ", stage.weight_bytes, memory.weight_bytes),
             ("activation_bytes_differ", stage.activation_bytes, memory.activation_bytes),
             ("kv_cache_bytes_differ", stage.kv_cache_bytes, left),
+            ("other_bytes_differ", stage.other_bytes, memory.other_bytes),
+            ("reserved_bytes_differ", stage.reserved_bytes, reserved),
+            ("start_kv_cache_bytes_differ", stage.start_kv_cache_bytes, start),
         ):
-            if stated != right:
+            # Plans of earlier versions do not state what else the engine takes.
+            if stated is not None and stated != right:
                 yield found(code, here, stated, right)
         matrices, parts = _matrix_bytes(scene, stage, first=s == 0, last=s == final)
         if not abs(stage.weight_bytes - matrices) <= parts:
@@ -422,6 +427,37 @@ def _check_memory(scene: _Scene, where: str, pipeline: Pipeline) -> Iterator[Vio
             )
             if not needed <= room * (1 + 1e-12):
                 yield found(code, here, needed, room)
+
+
+def _kept_for_another(scene: _Scene, stage: Stage, memory: StageMemory, longest_tokens: float) -> tuple[int, int]:
+    """Bytes of a GPU that a second engine beside this one needs, and those of them that hold its first KV cache.
+
+    Activations and context once more; each layer's cache of so many of the longest requests, in whole blocks and one
+    to spare; and the same with their weights for the layers that it may have more, as if all were of the largest kind.
+    """
+    problem, model, degree = scene.problem, scene.model, stage.tensor_parallel
+    machine = scene.machines[stage.instance_type]
+    sequences = problem.handover_sequences
+    if sequences < 1:
+        return 0, 0
+    block = 128 if machine.provider == "local" else 16
+    whole = math.ceil(longest_tokens / block) * block
+    cached, weights = [], []
+    for index in range(model.layer_count):
+        kind = model.layer_pattern[index]
+        one, spare = (math.ceil(model.layer_kv_bytes_per_sequence(kind, t, degree)) for t in (whole, block))
+        cached.append(sequences * one + spare)
+    for index in {model.layer_pattern.index(kind) for kind in model.layer_pattern}:
+        held = (
+            scene.estimator.stage_memory(
+                model, machine, layers=layers, tensor_parallel=degree, first=False, last=False
+            ).weight_bytes
+            for layers in ((index, index + 1), (index, index))
+        )
+        weights.append(next(held) - next(held))
+    start = sum(cached[slice(*stage.layers)])
+    more = problem.handover_layers * (max(weights) + max(cached))
+    return memory.activation_bytes + memory.other_bytes + start + more, start
 
 
 def _matrix_bytes(scene: _Scene, stage: Stage, *, first: bool, last: bool) -> tuple[float, int]:

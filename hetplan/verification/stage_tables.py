@@ -66,7 +66,7 @@ def settings(problem: PlacementProblem) -> Iterator[Setting]:
     types = [machines[pool.offer.instance_type] for pool in pools]
     places: dict[tuple[str, ...], list[int]] = {}
     region_of = _joined_regions(problem.cluster)
-    limits = () if problem.engine is None else problem.engine.limits
+    limits = problem.limits
     for number, (pool, machine) in enumerate(zip(pools, types, strict=True)):
         place: tuple[str, ...] = (region_of[pool.offer.provider, pool.offer.region],)
         if "one-dtype" in limits and problem.estimator != "paper":

@@ -44,6 +44,7 @@ PLAIN = {
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",
     "micro_batch", "max_batch", "seed", "layer_pattern", "experts", "active_experts", "intra_node_links",
     "sm_count", "cores", "threads", "line", "pipeline_parallel", "batch", "repeats",
+    "handover_sequences", "handover_layers",
     "other_parameter_count", "other_embedding_parameter_count", "final_norm_parameter_count",
     # tokens, as engines call them
     "max_model_len", "max_num_batched_tokens", "max_position_tokens", "window_tokens",

@@ -167,3 +167,38 @@ def test_the_two_16_bit_types_stand_in_for_one_another() -> None:
     gpu = make_gpu(dense_flops={"fp16": 65e12}, native_dtypes=("fp16",))
     assert compute_rate(rated(bf16=60e12), gpu, "fp16").value == 60e12
     assert compute_rate(rated(fp16=60e12), gpu, "bf16").value == 60e12
+
+
+@pytest.mark.parametrize("estimator", ["calibrated", "paper"])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(("sequences", "layers"), [(1, 0), (3, 0), (2, 2)])
+def test_a_second_engine_takes_its_room_from_the_cache(
+    estimator: Any, degree: int, sequences: int, layers: int
+) -> None:
+    """Activations and context once more, a cache for so many of the longest requests, and weights that may move."""
+    spec = tiny_llama()
+    alone = whole_model(spec, "g6.12xlarge", degree, estimator=estimator, max_model_len=1000)
+    kept = whole_model(
+        spec, "g6.12xlarge", degree, estimator=estimator, max_model_len=1000,
+        handover_sequences=sequences, handover_layers=layers,
+    )  # fmt: skip
+    # A thousand tokens lie in 63 blocks of 16, and one block stays empty.
+    of_a_layer = (sequences * 63 * 16 + 16) * spec.kv_bytes_per_token(degree) / spec.layer_count
+    assert kept.start_kv_cache_bytes == of_a_layer * spec.layer_count
+    needed = alone.activation_bytes + alone.other_bytes + kept.start_kv_cache_bytes
+    needed += layers * (int(spec.layer_weight_bytes(0, degree)) + of_a_layer)
+    assert kept.reserved_bytes == needed
+    assert kept.kv_cache_bytes == alone.kv_cache_bytes - needed
+    assert kept.replace(reserved_bytes=0, start_kv_cache_bytes=0) == alone
+
+
+def test_blocks_are_larger_on_a_cpu() -> None:
+    spec = tiny_llama()
+    here = {"market": "owned", "provider": "local", "region": "here"}
+    kept = whole_model(spec, "local-cpu", 1, max_model_len=1000, handover_sequences=1, **here)
+    assert kept.start_kv_cache_bytes == (1024 + 128) * spec.kv_bytes_per_token()
+
+
+def test_layers_of_nobody_are_refused() -> None:
+    with pytest.raises(hp.InvalidInputError, match="handover_sequences 0 keeps no room"):
+        whole_model(tiny_llama(), "g6.xlarge", 1, handover_layers=1)

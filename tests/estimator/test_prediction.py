@@ -128,10 +128,11 @@ def test_a_count_of_the_wrong_type_is_refused_by_name(changes: dict[str, Any]) -
         hp.predict("llama-3.1-8b", "H100", **changes)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm-0.32", "tensorrt-llm-0.14", "trtllm-1.0"])
+@pytest.mark.parametrize("engine", ["vllm", "vllm-0.32", "hetplan", "tensorrt-llm-0.14", "trtllm-1.0"])
 def test_an_engine_by_name_and_version(engine: str) -> None:
     source = hp.predict("llama-3.1-8b", "H100", engine=engine).source
-    assert f"steps as {'vllm' if engine.startswith('vllm') else engine.replace('trtllm', 'tensorrt-llm')}" in source
+    vllm = engine.startswith("vllm") or engine == "hetplan"
+    assert f"steps as {'vllm' if vllm else engine.replace('trtllm', 'tensorrt-llm')}" in source
 
 
 def test_an_unknown_engine_is_refused_by_name() -> None:
@@ -194,6 +195,17 @@ def test_a_request_beyond_max_model_len_is_not_served(plan: hp.Plan) -> None:
     assert {p.max_model_len for p in plan.deployments[0].pipelines} == {995}
     with pytest.raises(hp.InfeasibleError, match="995"):
         hp.estimate(plan, hp.Workload(input_tokens=2_000, output_tokens=300))
+
+
+def test_other_requests_do_not_move_what_is_kept_for_a_second_engine() -> None:
+    """The room was made for requests of 4,096 tokens, and stays that large for shorter ones."""
+    plan = hp.optimize(
+        model="llama-3.1-8b", cluster={"g6.xlarge": 1}, workload=WORKLOAD, max_model_len=4096, handover_sequences=2
+    )
+    (pipeline,) = plan.deployments[0].pipelines
+    assert pipeline.max_num_seqs < 64, "memory is what limits this plan"
+    same = hp.Workload(input_tokens=WORKLOAD.mean_input_tokens, output_tokens=WORKLOAD.mean_output_tokens)
+    assert hp.estimate(plan, same).requests_per_s == pytest.approx(plan.requests_per_s)
 
 
 def test_a_plan_for_a_demand_can_be_asked_about_other_lengths() -> None:

@@ -1,4 +1,4 @@
-"""Launch folders: golden files for six plans, limits refused by name, and hostile names that reach no shell."""
+"""Launch folders: golden files for eight plans, limits refused by name, and hostile names that reach no shell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shlex
 import stat
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hetplan.catalog.engines import get_engine
 from hetplan.launchers.limits import EngineLimitError
 from hetplan.launchers.names import argument, comment, node_name
 from hetplan.launchers.shell import shell_files
+from hetplan.launchers.stores import shard_source
 from hetplan.launchers.vllm import cache_sharing
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,18 +34,32 @@ PLANS: dict[str, dict[str, object]] = {
     "moe": {"model": "mixtral-8x7b", "cluster": {"g6e.12xlarge": 1}},
     "fp8": {"model": "llama-3.1-70b", "cluster": {"g6e.12xlarge": 1}, "weight_dtype": "fp8", "kv_dtype": "fp8"},
     "long-context": {"model": "llama-3.1-8b", "cluster": {"g6e.12xlarge": 1}, "max_model_len": 131_072},
-}
+    "mixed-degrees": {"model": "qwen2.5-32b", "cluster": {"g6e.xlarge": 1, "g5.12xlarge": 1}, "engine": "hetplan"},
+    "store": {
+        "model": "qwen2.5-32b", "cluster": {"g6e.xlarge": 1, "g5.12xlarge": 1}, "engine": "hetplan",
+        "max_model_len": 1024, "handover_sequences": 1,
+    },
+}  # fmt: skip
+STORES = {"store": "s3://shards/qwen2.5-32b"}
 
 
+@cache
 def plan_of(name: str) -> hp.Plan:
-    return hp.optimize(workload=WORKLOAD, engine=ENGINE, **PLANS[name])  # type: ignore[arg-type]
+    return hp.optimize(**({"workload": WORKLOAD, "engine": ENGINE} | PLANS[name]))  # type: ignore[arg-type]
+
+
+def files_of(name: str) -> dict[str, str]:
+    plan = plan_of(name)
+    engine = plan.placement.engine
+    assert engine is not None
+    source = shard_source(STORES.get(name), engine)
+    return shell_files(plan, engine, first_port=9000 if name == "two-models" else 8000, source=source)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_files_are_those_of_the_golden_folder(name: str) -> None:
     """Regenerate with HETPLAN_GOLDEN=1 and read the difference. plan.json changes with every figure and is left out."""
-    first_port = 9000 if name == "two-models" else 8000
-    files = shell_files(plan_of(name), get_engine(ENGINE), first_port=first_port)
+    files = files_of(name)
     files.pop("plan.json")
     folder = GOLDEN / name
     if os.environ.get("HETPLAN_GOLDEN") == "1":
@@ -57,9 +73,10 @@ def test_files_are_those_of_the_golden_folder(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_flags_and_variables_are_the_engines(name: str) -> None:
-    engine = get_engine(ENGINE)
-    for file, text in shell_files(plan_of(name), engine).items():
-        if not file.startswith("pipeline-"):
+    engine = plan_of(name).placement.engine
+    assert engine is not None
+    for file, text in files_of(name).items():
+        if not file.startswith("pipeline-") or file.endswith("-store.sh"):
             continue
         flags = {line.split("=")[0].strip().strip("'") for line in text.splitlines() if line.startswith("  --")}
         assert flags <= set(engine.flags)
@@ -88,10 +105,11 @@ def test_different_degrees_are_refused_by_the_limit_s_name(tmp_path: Path) -> No
     free = hp.optimize(workload=WORKLOAD, **PLANS["multi-node"])  # type: ignore[arg-type]
     degrees = {stage.tensor_parallel for p in free.deployments[0].pipelines for stage in p.stages}
     assert len(degrees) > 1
-    with pytest.raises(EngineLimitError, match="one-tensor-parallel-degree") as refusal:
+    with pytest.raises(EngineLimitError, match=r"one-tensor-parallel-degree.*launch with engine='hetplan'") as refusal:
         hp.launch(free, out=tmp_path / "out", engine=ENGINE)
     assert refusal.value.limit == "one-tensor-parallel-degree"
     assert not (tmp_path / "out").exists()
+    assert hp.launch(free, out=tmp_path / "out", engine="hetplan", dry_run=True)
 
 
 def test_an_engines_plan_launches_and_costs_no_more_than_it_must(tmp_path: Path) -> None:

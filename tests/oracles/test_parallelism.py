@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetplan as hp
-from hetplan.catalog.engines import ENGINES
+from hetplan.catalog.engines import ENGINES, get_engine
 from hetplan.catalog.tables import get_gpu
 from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import StageShape, even_layers, sequences_that_fit, stage_memories
@@ -148,7 +148,7 @@ MIXED = {"g6.12xlarge": 1, "g6e.xlarge": 2, "g5.xlarge": 1, "g4dn.12xlarge": 1}
 @pytest.mark.parametrize("solver", solver_names())
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_a_plan_for_an_engine_keeps_its_limits(engine: str, solver: str, objective: Any) -> None:
-    """Stock vLLM runs one degree, one number format and as many GPUs on every node of a pipeline."""
+    """Stock vLLM runs one degree, one number format and as many GPUs on every node; the plugin lifts some of it."""
     workload = hp.Workload(input_tokens=763, output_tokens=232, requests_per_s=1)
     plan = verified(
         hp.optimize(
@@ -157,10 +157,11 @@ def test_a_plan_for_an_engine_keeps_its_limits(engine: str, solver: str, objecti
     )
     for pipeline in plan.deployments[0].pipelines:
         stages = pipeline.stages
-        assert len({stage.tensor_parallel for stage in stages}) == 1
-        assert len({stage.compute_dtype for stage in stages}) == 1
         per_node = Counter(stage.node for stage in stages for _ in stage.gpu_indices)
-        assert len(set(per_node.values())) == 1
+        if engine != "hetplan":
+            assert len({stage.tensor_parallel for stage in stages}) == 1
+            assert len(set(per_node.values())) == 1
+        assert len({stage.compute_dtype for stage in stages}) == 1
         nodes = [stage.node for stage in stages]
         assert nodes == sorted(nodes), "the stages on a node follow one another"
 
@@ -170,6 +171,28 @@ def test_without_an_engine_degrees_may_differ() -> None:
     plan = verified(hp.optimize(model="llama-3.1-70b", cluster={"g6e.xlarge": 4, "g5.12xlarge": 1}, workload=WORKLOAD))
     degrees = [{stage.tensor_parallel for stage in p.stages} for p in plan.deployments[0].pipelines]
     assert any(len(some) > 1 for some in degrees)
+
+
+def test_the_plugin_gives_back_what_stock_limits_cost() -> None:
+    """Mixed degrees are allowed, mixed number formats are not: a T4 has no bf16."""
+    free, plugin, stock = (
+        verified(hp.optimize(model="qwen2.5-14b", cluster=MIXED, workload=WORKLOAD, engine=engine))
+        for engine in (None, "hetplan", "vllm-0.32")
+    )
+    assert stock.objective < plugin.objective <= free.objective
+    for plan in (free, plugin, stock):
+        assert plan.bound is not None
+        assert plan.objective <= plan.bound * (1 + 1e-9)
+    shapes = [
+        (stages, {s.tensor_parallel for s in stages}) for p in plugin.deployments[0].pipelines for stages in [p.stages]
+    ]
+    assert any(len(degrees) > 1 for _, degrees in shapes), "this cluster's best plan mixes degrees"
+    assert all(len({s.compute_dtype for s in stages}) == 1 for stages, _ in shapes)
+
+
+def test_limits_that_no_solver_keeps_are_refused() -> None:
+    with pytest.raises(hp.InvalidInputError, match="equal-gpus-per-node without one-tensor-parallel-degree"):
+        get_engine("vllm-0.32").replace(limits=("equal-gpus-per-node",))
 
 
 def test_an_unknown_engine_lists_the_known() -> None:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from whole_placements import BestPlan, WholePlacements
 
 import hetplan as hp
+from hetplan.catalog.engines import EngineProfile, get_engine
 from hetplan.catalog.hardware import InstanceType, Link
 from hetplan.catalog.offers import Cluster, Market, Pool, ZoneLink
 from hetplan.estimator.base import batch_array
@@ -208,7 +209,9 @@ class Kind:
     objective: Objective = "throughput"
     slo: str | None = None
     estimator: EstimatorName = "calibrated"
-    engine: str | None = None
+    engine: str | EngineProfile | None = None
+    # Room for a second engine, in some of the problems for more layers as well.
+    handover: bool = False
     zigzag: bool = False
     # Only problems whose best plan cuts a machine into groups of unlike degrees.
     unlike_degrees: bool = False
@@ -221,7 +224,8 @@ def _overhead_bytes(kind: Kind, model: hp.ModelSpec, grouped: bool, sequences: i
     if kind.estimator == "paper":
         return 0.0
     engine = (0.55 if grouped else 0.13) * GIB
-    return engine + 38.2 * sequences * model.vocabulary_size + 256 * 2 * 8 * model.hidden_size
+    one = engine + 38.2 * sequences * model.vocabulary_size + 256 * 2 * 8 * model.hidden_size
+    return one * (2 if kind.handover else 1)
 
 
 def _cluster(rng: np.random.Generator, kind: Kind, model: hp.ModelSpec, work: hp.Workload, sequences: int) -> Cluster:
@@ -311,6 +315,8 @@ def _draw(rng: np.random.Generator, kind: Kind) -> PlacementProblem:
         work = hp.Workload(**lengths, requests_per_s=1.0 if kind.objective == "cost" else None)
     sequences = int(rng.integers(4, 25))
     options: dict[str, Any] = {}
+    if kind.handover:
+        options |= {"handover_sequences": int(rng.integers(1, 4)), "handover_layers": int(rng.integers(2))}
     if rng.random() < 0.3:
         options["max_model_len"] = int(min(8192, work.max_tokens * rng.uniform(1, 3)))
     return problem_of(
@@ -385,6 +391,7 @@ _MARKETS: tuple[Market, ...] = ("on_demand", "spot", "owned")
 _RENTED: tuple[Market, ...] = ("on_demand", "spot")
 _NODES = (1, 2, 3, 4)
 
+_ONE_DEGREE = get_engine("vllm-0.32").replace(name="vllm-one-degree", limits=("one-tensor-parallel-degree",))
 CATEGORIES: dict[str, Kind] = {
     "one pool": Kind(model=llama, pools=(1, 1), machines=(1, 4)),
     "equal networks": Kind(model=llama, unequal_networks=False),
@@ -446,6 +453,20 @@ CATEGORIES: dict[str, Kind] = {
     "linked regions, paper": Kind(model=read_by_paper, estimator="paper", regions=2, links=True, pools=(2, 3)),
     "linked regions, engine": Kind(engine="vllm-0.32", regions=2, links=True, machines=(2, 3), pools=(2, 3)),
     "linked regions, zigzag": Kind(zigzag=True, regions=2, links=True, machines=(3, 4), pools=(2, 3)),
+    # Each limit by itself: those of the plugin, and one that no engine has alone.
+    "plugin": Kind(engine="hetplan", gpus=_NODES, machines=(2, 3)),
+    "plugin, cost": Kind(engine="hetplan", objective="cost", gpus=_NODES, machines=(2, 3)),
+    "plugin, unlike degrees": Kind(
+        model=hybrid, engine="hetplan", zigzag=True, unlike_degrees=True, gpus=(4,), machines=(1, 2), most_gpus=5
+    ),
+    "linked regions, plugin": Kind(engine="hetplan", regions=2, links=True, machines=(2, 3), pools=(2, 3)),
+    "one degree": Kind(engine=_ONE_DEGREE, gpus=_NODES, machines=(2, 3)),
+    "handover": Kind(handover=True, gpus=_NODES, machines=(2, 3)),
+    "handover, plugin": Kind(handover=True, engine="hetplan", gpus=_NODES, machines=(2, 3)),
+    "handover, cost": Kind(handover=True, objective="cost"),
+    "handover, hard limit": Kind(handover=True, slo="hard"),
+    "handover, paper": Kind(handover=True, model=read_by_paper, estimator="paper"),
+    "paper, engine": Kind(model=read_by_paper, estimator="paper", engine="vllm-0.32", gpus=_NODES),
 }  # fmt: skip
 SEEDS = 12
 _MOST_DRAWS = 500

@@ -21,6 +21,7 @@ from hetplan.catalog.hardware import InstanceType
 from hetplan.catalog.offers import ZoneLink
 from hetplan.estimator.base import PHASES, make_estimator
 from hetplan.estimator.pipeline import StageShape
+from hetplan.plan import StageMemory
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.base import PipelineChoice
 
@@ -101,9 +102,9 @@ class WholePlacements:
                 memory = estimator.stage_memory(
                     model, machine, layers=(start, stop), tensor_parallel=degree, first=first, last=last
                 )
-                left = (
-                    memory.usable_bytes - memory.weight_bytes - memory.activation_bytes - memory.other_bytes
-                )  # all of it is the KV cache's
+                taken = memory.weight_bytes + memory.activation_bytes + memory.other_bytes
+                # All of it is the KV cache's.
+                left = memory.usable_bytes - taken - self._kept(machine, degree, start, stop, memory)
                 longest, typical = (
                     estimator.sequence_bytes(
                         model,
@@ -124,6 +125,22 @@ class WholePlacements:
                     fits[start, stop] = min(most, left // typical) if typical > 0 else most
             self._fits[key] = fits
         return self._fits[key]
+
+    def _kept(self, machine: InstanceType, degree: int, start: int, stop: int, memory: StageMemory) -> int:
+        """Bytes for a second engine on the same weights: its own activations and context, and its first cache."""
+        problem, model = self.problem, self.problem.model
+        count = problem.handover_sequences
+        if count == 0:
+            return 0
+        tokens = 16 * math.ceil(problem.longest_request_tokens / 16)
+        cache = [
+            count * math.ceil(model.layer_kv_bytes_per_sequence(kind, tokens, degree))
+            + math.ceil(model.layer_kv_bytes_per_sequence(kind, 16, degree))
+            for kind in model.layer_pattern
+        ]
+        weights = [int(model.layer_weight_bytes(kind, degree)) for kind in model.layer_pattern]
+        more = problem.handover_layers * (max(weights) + max(cache))
+        return memory.activation_bytes + memory.other_bytes + sum(cache[start:stop]) + more
 
     def _stage_seconds(self, machine: InstanceType, degree: int) -> Floats:
         """[phase, start, stop, batch] seconds of a stage of these layers, without its send."""

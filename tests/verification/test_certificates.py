@@ -85,9 +85,11 @@ def degree_lists(problem: PlacementProblem, gpus: int) -> list[tuple[int, ...]]:
 
 
 def engine_allows(problem: PlacementProblem, degrees: Sequence[Sequence[int]]) -> bool:
-    if problem.engine is None:
-        return True
-    return len({sum(each) for each in degrees}) == 1 and len({d for each in degrees for d in each}) == 1
+    unlike = {
+        "equal-gpus-per-node": len({sum(each) for each in degrees}) > 1,
+        "one-tensor-parallel-degree": len({d for each in degrees for d in each}) > 1,
+    }
+    return problem.engine is None or not any(unlike.get(limit, False) for limit in problem.engine.limits)
 
 
 def splits(layers: int, parts: int) -> Iterator[list[tuple[int, int]]]:
@@ -191,6 +193,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {"estimator": "paper"},
     "cost": {"objective": "cost", "workload": WITH_DEMAND},
     "engine": {"engine": "vllm-0.32"},
+    "plugin": {"engine": "hetplan"},
 }
 
 
@@ -218,6 +221,7 @@ ORDERED: dict[str, dict[str, Any]] = {
     "layers": {"model": TINY_TWO_KINDS},
     "both": {"network": None, "model": TINY_TWO_KINDS},
     "engine": {"network": None, "engine": "vllm-0.32"},
+    "plugin": {"network": None, "engine": "hetplan"},
 }
 
 

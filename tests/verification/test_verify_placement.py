@@ -83,6 +83,9 @@ def make_pipeline(problem: PlacementProblem, nodes: Sequence[str], stages: Seque
                 weight_bytes=memory.weight_bytes,
                 activation_bytes=memory.activation_bytes,
                 kv_cache_bytes=memory.kv_cache_bytes,
+                other_bytes=memory.other_bytes,
+                reserved_bytes=memory.reserved_bytes,
+                start_kv_cache_bytes=memory.start_kv_cache_bytes,
             )
             for shape, memory, (_, gpu, _, _) in zip(
                 shapes, stage_memories(problem, estimator, shapes), stages, strict=True
@@ -145,6 +148,11 @@ def sound_plan(**options: Any) -> Plan:
         ],
         kind_weights=(1.0,),
     )
+
+
+@cache
+def handover_plan() -> Plan:
+    return sound_plan(handover_sequences=2, handover_layers=1)
 
 
 @cache
@@ -285,6 +293,23 @@ TAMPERED: dict[str, tuple[str, Callable[[], Plan], list[Change]]] = {
         [("problem.model.layer_kinds.0.linears.0.outputs", lambda n: n + 128)],
     ),
     "activations lowered": ("activation_bytes_differ", sound_plan, [(f"{A}.stages.0.activation_bytes", 0)]),
+    "the engine's own lowered": ("other_bytes_differ", sound_plan, [(f"{A}.stages.0.other_bytes", 0)]),
+    "a reserve asked for": ("reserved_bytes_differ", sound_plan, [("problem.handover_sequences", 1)]),
+    "a cache in what is kept": (
+        "kv_cache_bytes_differ",
+        handover_plan,
+        [(f"{A}.stages.0.kv_cache_bytes", lambda b: b + 2**20)],
+    ),
+    "less kept than asked for": (
+        "reserved_bytes_differ",
+        handover_plan,
+        [(f"{A}.stages.0.reserved_bytes", lambda b: b - 1)],
+    ),
+    "a second engine with less": (
+        "start_kv_cache_bytes_differ",
+        handover_plan,
+        [(f"{A}.stages.0.start_kv_cache_bytes", lambda b: b // 2)],
+    ),
     "KV cache raised": ("kv_cache_bytes_differ", sound_plan, [(f"{A}.stages.0.kv_cache_bytes", lambda b: b + 1)]),
     "KV cache lowered": ("kv_cache_too_small", sound_plan, [(f"{A}.stages.0.kv_cache_bytes", lambda b: b // 2**10)]),
     "batch raised": (

@@ -208,6 +208,8 @@ def _advice(problem: PlacementProblem, needed: float, most: float) -> str:
         saved = model.computed_weight_bytes - model.with_dtypes(weight_dtype="fp8").computed_weight_bytes
         if needed - saved <= most:
             return "use weight_dtype='fp8'"
+    if problem.handover_sequences:
+        return "keep less for a second engine: lower handover_sequences or handover_layers"
     return "use a smaller model" if problem.max_model_len is None else "lower max_model_len, or use a smaller model"
 
 

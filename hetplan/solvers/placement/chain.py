@@ -38,29 +38,26 @@ class MachineSet:
 def machine_sets(problem: PlacementProblem) -> list[MachineSet]:
     """Sets of pools that pipelines may be made of.
 
-    One per region, or regions that zone links join; within an engine's limits one per region, number of GPUs per node,
+    One per region, or regions that zone links join; and, where the engine has the limit, per number of GPUs per node,
     degree and number format.
     """
     group_of = {index: number for number, group in enumerate(problem.cluster.pool_groups()) for index in group}
-    sets: dict[tuple[object, ...], MachineSet] = {}
+    limits = problem.limits
+    sets: dict[tuple[int, int, int, str], MachineSet] = {}
     for index, pool in enumerate(problem.cluster.pools):
         machine = problem.cluster.instance_type(pool.offer.instance_type)
-        region, whole = (group_of[index],), machine.gpu_count
-        valid = machine.valid_tensor_parallel(problem.model)
-        ways: list[tuple[tuple[object, ...], int, tuple[int, ...]]] = [(region, whole, tuple(valid))] if valid else []
-        if problem.engine is not None:
-            dtype = machine.gpu.runs_as(problem.model.compute_dtype)
-            counts = range(1, max(t.gpu_count for t in problem.cluster.instance_types) + 1)
-            ways = [
-                ((*region, gpus, degree, dtype), gpus, (degree,))
-                for gpus in counts
-                for degree in valid
-                if gpus <= whole and gpus % degree == 0
-            ]
-        for key, gpus, degrees in ways:
-            one = sets.setdefault(key, MachineSet({}, {}))
-            one.gpus[index], one.degrees[index] = gpus, degrees
-    return [sets[key] for key in sorted(sets, key=repr)] if problem.engine is not None else list(sets.values())
+        whole, valid = machine.gpu_count, tuple(machine.valid_tensor_parallel(problem.model))
+        dtype = problem.compute_dtype(machine.gpu) if "one-dtype" in limits else ""
+        alike, equal = "one-tensor-parallel-degree" in limits, "equal-gpus-per-node" in limits
+        ways = [(degree,) for degree in valid] if alike else [valid] * bool(valid)
+        for gpus in range(1, whole + 1) if equal else [whole]:
+            for degrees in ways:
+                if equal and gpus % degrees[0]:
+                    continue
+                key = (group_of[index], gpus if equal else 0, degrees[0] if alike else 0, dtype)
+                one = sets.setdefault(key, MachineSet({}, {}))
+                one.gpus[index], one.degrees[index] = gpus, degrees
+    return [sets[key] for key in sorted(sets)]
 
 
 class Chains:

@@ -136,7 +136,7 @@ def make_covering(
     first = np.cumsum([0, *(len(by_pool[pool]) for pool in pools)])
     gpus = np.array([granted[pool] for pool in pools], dtype=np.int64)
     fixed = np.zeros(len(pools), dtype=np.int64)
-    if problem.engine is not None:
+    if "equal-gpus-per-node" in problem.limits:
         fixed[:] = gpus // degrees[first[:-1]]
     top = tables.max_batch
     leaves = 1 << (top - 1).bit_length() if top > 1 else 1

@@ -16,6 +16,7 @@ batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from hetplan.catalog.dtypes import Dtype
 from hetplan.errors import InvalidInputError, NoSolutionError
 from hetplan.estimator.base import Estimator, FloatArray, make_estimator
 from hetplan.estimator.pipeline import StageShape
@@ -310,24 +312,31 @@ def _regions(problem: PlacementProblem, estimator: Estimator, *, whole_nodes: bo
 def _within_limits(problem: PlacementProblem, options: list[Option]) -> list[tuple[list[Option], int | None]]:
     """Sets of options from which every pipeline keeps the engine's limits, with the GPUs that each node grants.
 
-    One degree, one number of GPUs per node and one number format each; without an engine all options are one set.
+    For each limit that there is, one number of GPUs per node, one degree and one number format; without any all options
+    are one set.
     """
-    if problem.engine is None:
-        return [(options, None)] if options else []
+    limits = problem.limits
+    sizes = {o.machine.gpu_count for o in options} | {o.degree for o in options}
+    counts: list[int | None] = [*sorted(sizes)] if "equal-gpus-per-node" in limits else [None]
+    degrees: list[int | None] = (
+        [*sorted({o.degree for o in options})] if "one-tensor-parallel-degree" in limits else [None]
+    )
+    formats: list[Dtype | None] = (
+        [*sorted({problem.compute_dtype(o.machine.gpu) for o in options})] if "one-dtype" in limits else [None]
+    )
     sets: list[tuple[list[Option], int | None]] = []
-    formats = sorted({o.machine.gpu.runs_as(problem.model.compute_dtype) for o in options})
-    for gpus in sorted({o.machine.gpu_count for o in options} | {o.degree for o in options}):
-        for degree in sorted({o.degree for o in options if gpus % o.degree == 0}):
-            for dtype in formats:
-                chosen = [
-                    o
-                    for o in options
-                    if o.degree == degree
-                    and o.machine.gpu_count >= gpus
-                    and o.machine.gpu.runs_as(problem.model.compute_dtype) == dtype
-                ]
-                if chosen:
-                    sets.append((chosen, gpus))
+    for gpus, degree, dtype in itertools.product(counts, degrees, formats):
+        if gpus is not None and degree is not None and gpus % degree:
+            continue
+        chosen = [
+            o
+            for o in options
+            if degree in (None, o.degree)
+            and (gpus is None or o.machine.gpu_count >= gpus)
+            and dtype in (None, problem.compute_dtype(o.machine.gpu))
+        ]
+        if chosen:
+            sets.append((chosen, gpus))
     return sets
 
 

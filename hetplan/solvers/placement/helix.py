@@ -154,10 +154,14 @@ class _Run:
         self._known: dict[tuple[int, tuple[int, ...]], _Pipeline | None] = {}
 
     def _whole(self, allowed: MachineSet) -> bool:
-        """Whether machines are as few groups as the model allows: always so without an engine's limits."""
-        pool, gpus = next(iter(allowed.gpus.items()))
-        degrees = self.problem.model.valid_tensor_parallel(gpus)
-        return self.problem.engine is None or max(allowed.degrees[pool]) == max(d for d in degrees if gpus % d == 0)
+        """Whether some machine is as few groups as the model allows: always so where degrees may differ."""
+        if "one-tensor-parallel-degree" not in self.problem.limits:
+            return True
+        largest = {
+            gpus: max(d for d in self.problem.model.valid_tensor_parallel(gpus) if gpus % d == 0)
+            for gpus in allowed.gpus.values()
+        }
+        return any(allowed.degrees[pool] == (largest[gpus],) for pool, gpus in allowed.gpus.items())
 
     def late(self) -> bool:
         return time.monotonic() >= self.deadline

@@ -184,8 +184,7 @@ def _configuration(
     pool = problem.cluster.pools[index]
     machine = problem.cluster.instance_type(pool.offer.instance_type)
     machines = -(-stages * degree // machine.gpu_count)
-    if problem.engine is not None and stages % machines:
-        # An engine takes the same number of GPUs of every node.
+    if "equal-gpus-per-node" in problem.limits and stages % machines:
         return None
     shapes, start = [], 0
     for number, size in enumerate(even_layers(problem.model.layer_count, stages)):

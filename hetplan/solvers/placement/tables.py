@@ -50,6 +50,7 @@ class StageTables:
     room_bytes : (O, 4) int
         Memory of one GPU left for layers and KV cache.
     weight_bytes : (O, K) int
+        Of one layer, with its part of what is kept for a second engine.
     sequence_bytes, longest_bytes : (O, K) float
         Per layer, of a typical sequence in flight and of the longest that must fit.
     end_sequence_bytes : (O, 4) float
@@ -126,7 +127,7 @@ def build_tables(
             held = estimator.stage_memory(
                 model, option.machine, layers=one, tensor_parallel=option.degree, first=False, last=False
             )
-            weights[o, k] = held.weight_bytes - empty.weight_bytes
+            weights[o, k] = empty.kv_cache_bytes - held.kv_cache_bytes
             sequence[o, k] = _sequence(problem, estimator, option, one, typical, last=False) - end_sequence[o, 0]
             longest_bytes[o, k] = _sequence(problem, estimator, option, one, longest, last=False) - longest_base
 
