@@ -9,7 +9,7 @@ from hetplan.catalog.engines import LIMITS, EngineProfile, block_tokens
 from hetplan.errors import InvalidInputError
 from hetplan.launchers.names import comment, quoted
 from hetplan.launchers.stores import ShardSource
-from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, model_source, nodes_of
+from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, StoreMemory, model_source, nodes_of
 from hetplan.plan import Plan
 
 
@@ -49,7 +49,7 @@ def shell_files(
     nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing, source=source)
     files = {node.script: _script(node, loaded) for node in nodes}
     if source is not None:
-        files |= {node.store_script: _store_script(node, source) for node in nodes}
+        files |= {node.store_script: _store_script(node, node.store, source) for node in nodes if node.store is not None}
     files["wait-ready.sh"] = _wait_ready(nodes)
     files["router.json"] = json.dumps(_router(plan, nodes, sharing), indent=1) + "\n"
     files["plan.json"] = plan.to_json() + "\n"
@@ -114,7 +114,7 @@ def _script(node: Node, model: str) -> str:
     lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
     lines.append(f'export VLLM_HOST_IP="${node.address}"')
     lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
-    if node.store_bytes is not None:
+    if node.store is not None:
         lines.append(f"export HETPLAN_STORE={_socket(node)}")
     if "VLLM_NIXL_SIDE_CHANNEL_PORT" in node.variables:
         lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_HOST="${node.address}"')
@@ -133,7 +133,7 @@ def _socket(node: Node) -> str:
     return f'"${{HETPLAN_STORE:-${{XDG_RUNTIME_DIR:-/tmp/hetplan-$(id -u)}}/hetplan/{node.name}.sock}}"'
 
 
-def _store_script(node: Node, source: ShardSource) -> str:
+def _store_script(node: Node, store: StoreMemory, source: ShardSource) -> str:
     """What serves a machine's weights, and keeps them while engines come and go."""
     allowed = [] if source.allowed_host is None else [f"  --allow-host={quoted(source.allowed_host)}"]
     lines = [
@@ -146,7 +146,8 @@ def _store_script(node: Node, source: ShardSource) -> str:
         f"  --socket={_socket(node)}",
         f"  --shards={quoted(source.shards)}",
         *allowed,
-        f"  --memory={node.store_bytes}",
+        *(f"  --device={device}" for device in store.devices),
+        f"  --memory={store.device_bytes}",
         ")",
         'exec "${HETPLAN:-hetplan}" store serve "${arguments[@]}"',
         "",
@@ -238,7 +239,7 @@ def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) ->
         f"On every machine: install the engine{plugin if any(node.staged for node in nodes) else ''}, "
         f"and export the private addresses:\n\n```bash\n{exports}\n```\n"
     ]
-    if any(node.store_bytes is not None for node in nodes):
+    if any(node.store is not None for node in nodes):
         steps.append(
             "Start each machine's store before its engine, `pipeline-...-store.sh`: it holds the weights, and goes on\n"
             "   when an engine is replaced. They meet at a socket, HETPLAN_STORE where that is set."

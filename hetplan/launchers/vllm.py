@@ -27,7 +27,6 @@ HTTP_PORT = 8000
 KvConnector = Literal["ExampleConnector", "NixlConnector"]
 # The plugin's own classes, by which each stage has its degree: vLLM counts one rank a stage.
 _PLUGIN = "hetplan.runtime.vllm_plugin"
-_EXECUTOR = f"{_PLUGIN}.executor.StagedExecutor"
 # The methods that `ModelSpec.with_dtypes` writes for weights quantised while loading.
 _ONLINE = "online-"
 
@@ -66,11 +65,19 @@ def cache_sharing(connector: str | None, storage: str | None) -> CacheSharing | 
 
 
 @dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """The devices of a machine's tensor store, and the bytes that it and its engines may take of each."""
+
+    devices: tuple[str, ...]
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One machine of one pipeline copy: what it runs.
 
     ``address`` names the variable that holds its private address; ``staged`` says whether the plugin starts it;
-    ``store_bytes`` is the memory of its tensor store, None without one.
+    ``store`` is what its tensor store has, None without one.
     """
 
     pipeline: int
@@ -85,7 +92,7 @@ class Node:
     variables: dict[str, str]
     local: bool
     staged: bool
-    store_bytes: int | None = None
+    store: StoreMemory | None = None
 
     @property
     def name(self) -> str:
@@ -206,7 +213,7 @@ def _pipeline_nodes(
                 variables=variables | _sharing_variables(sharing, port),
                 local=local,
                 staged=staged,
-                store_bytes=None if source is None else sum(s.tensor_parallel * _usable_bytes(s) for s in stages),
+                store=None if source is None else _store_memory(stages, local=local),
             )
         )
     return nodes
@@ -233,6 +240,15 @@ def _other_bytes(stage: Stage) -> int:
             "the plan was made by a version that did not state other_bytes, which a store counts with; plan again"
         )
     return stage.other_bytes
+
+
+def _store_memory(stages: tuple[Stage, ...], *, local: bool) -> StoreMemory:
+    usable = [_usable_bytes(stage) for stage in stages for _ in range(stage.tensor_parallel)]
+    if local:
+        # All ranks of a machine without GPUs share its memory.
+        return StoreMemory(("cpu",), sum(usable))
+    # Ranks take the machine's GPUs in order.
+    return StoreMemory(tuple(f"cuda:{number}" for number in range(len(usable))), max(usable))
 
 
 def _usable_bytes(stage: Stage) -> int:
@@ -279,7 +295,7 @@ def _arguments(
     if staged:
         flags["--worker-cls"] = f"{_PLUGIN}.worker.{'StagedCpuWorker' if local else 'StagedGpuWorker'}"
     if sum(stage.tensor_parallel for stage in pipeline.stages) > 1:
-        flags["--distributed-executor-backend"] = _EXECUTOR if staged else "mp"
+        flags["--distributed-executor-backend"] = "mp"
     if nodes > 1:
         flags |= {"--nnodes": nodes, "--node-rank": rank, "--master-port": _MASTER_PORT_OFFSET + port}
     if rank == 0:

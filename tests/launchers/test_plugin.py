@@ -103,7 +103,7 @@ def test_every_stage_has_its_own_degree_and_cache(tmp_path: Path) -> None:
         assert flags["--tensor-parallel-size"] == "1"
         assert flags["--pipeline-parallel-size"] == "3"
         assert flags["--worker-cls"] == "hetplan.runtime.vllm_plugin.worker.StagedGpuWorker"
-        assert flags["--distributed-executor-backend"] == "hetplan.runtime.vllm_plugin.executor.StagedExecutor"
+        assert flags["--distributed-executor-backend"] == "mp"
         assert (flags["--nnodes"], flags["--node-rank"]) == ("2", str(rank))
         here = [stage.kv_cache_bytes for stage in pipeline.stages if stage.node == rank]
         assert flags["--kv-cache-memory-bytes"] == str(min(here))
@@ -182,9 +182,10 @@ def test_a_store_serves_what_the_engines_of_its_machine_load(tmp_path: Path) -> 
         assert arguments[:2] == ["store", "serve"]
         here = [stage for stage in pipeline.stages if stage.node == rank]
         machine = plan.placement.cluster.instance_type(here[0].instance_type)
-        memory = sum(stage.tensor_parallel for stage in here) * 0.9 * machine.gpu.memory_bytes
-        told = flags_of(arguments[2:])
-        assert float(told.pop("--memory")) == pytest.approx(memory, rel=0.01)
+        ranks = sum(stage.tensor_parallel for stage in here)
+        assert [a for a in arguments if "device" in a] == [f"--device=cuda:{number}" for number in range(ranks)]
+        told = flags_of([a for a in arguments[2:] if "device" not in a])
+        assert float(told.pop("--memory")) == pytest.approx(0.9 * machine.gpu.memory_bytes, rel=0.01)
         assert told == {"--socket": socket, "--shards": "/shards"}
 
 
@@ -215,7 +216,7 @@ def test_a_single_process_loads_from_a_store_without_an_executor(tmp_path: Path)
 
 
 def test_a_group_on_one_machine_is_one_stage(tmp_path: Path) -> None:
-    """vLLM counts a rank for each stage, the plugin's executor the GPUs."""
+    """vLLM counts a rank for each stage, the plugin the GPUs."""
     plan = plan_of("fp8")
     (pipeline,) = plan.deployments[0].pipelines
     arguments, environment = started(
@@ -224,7 +225,7 @@ def test_a_group_on_one_machine_is_one_stage(tmp_path: Path) -> None:
     flags = flags_of(arguments)
     assert flags["--tensor-parallel-size"] == "1"
     assert flags["--pipeline-parallel-size"] == str(len(pipeline.stages))
-    assert flags["--distributed-executor-backend"].endswith("StagedExecutor")
+    assert flags["--distributed-executor-backend"] == "mp"
     stages = json.loads(environment["HETPLAN_LAYOUT"])["stages"]
     assert [stage["tensor_parallel"] for stage in stages] == [stage.tensor_parallel for stage in pipeline.stages]
 

@@ -45,7 +45,7 @@ def register() -> None:
     from hetplan.runtime.vllm_plugin.layout import read_layout
 
     layout = read_layout()
-    if layout is not None and len(layout.stages) > 1:
+    if layout is not None and layout.world_size > 1:
         from hetplan.runtime.vllm_plugin import stages
 
         stages.install(layout)

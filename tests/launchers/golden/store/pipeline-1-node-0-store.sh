@@ -6,6 +6,10 @@ arguments=(
   --socket="${HETPLAN_STORE:-${XDG_RUNTIME_DIR:-/tmp/hetplan-$(id -u)}/hetplan/pipeline-1-node-0.sock}"
   --shards=s3://shards/qwen2.5-32b
   --allow-host=s3://shards
-  --memory=86417258096
+  --device=cuda:0
+  --device=cuda:1
+  --device=cuda:2
+  --device=cuda:3
+  --memory=21604314524
 )
 exec "${HETPLAN:-hetplan}" store serve "${arguments[@]}"

@@ -6,6 +6,7 @@ arguments=(
   --socket="${HETPLAN_STORE:-${XDG_RUNTIME_DIR:-/tmp/hetplan-$(id -u)}/hetplan/pipeline-1-node-1.sock}"
   --shards=s3://shards/qwen2.5-32b
   --allow-host=s3://shards
+  --device=cuda:0
   --memory=43219887160
 )
 exec "${HETPLAN:-hetplan}" store serve "${arguments[@]}"
