@@ -49,7 +49,9 @@ def shell_files(
     nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing, source=source)
     files = {node.script: _script(node, loaded) for node in nodes}
     if source is not None:
-        files |= {node.store_script: _store_script(node, node.store, source) for node in nodes if node.store is not None}
+        files |= {
+            node.store_script: _store_script(node, node.store, source) for node in nodes if node.store is not None
+        }
     files["wait-ready.sh"] = _wait_ready(nodes)
     files["router.json"] = json.dumps(_router(plan, nodes, sharing), indent=1) + "\n"
     files["plan.json"] = plan.to_json() + "\n"

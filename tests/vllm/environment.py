@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -12,6 +13,8 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from hetplan.runtime.tensor_store.sharding import make_shards
 
 VERSION = "0.32.0"
 NIXL_VERSION = "1.5.1"
@@ -104,6 +107,22 @@ def tiny_model(environment: Path) -> Path:
 def small_model(environment: Path) -> Path:
     """One of 95 million: its steps take longer than what the server does beside them."""
     return _random_llama(environment, "small-llama-2", 1024, 2816, 16)
+
+
+def large_model(environment: Path) -> Path:
+    """One of 380 million: its weights, 1.5 GB, outweigh what an engine needs besides."""
+    return _random_llama(environment, "large-llama-2", 2048, 5632, 16)
+
+
+def shards_of(environment: Path, model: Path, *degrees: int) -> Path:
+    """Shards of a model at these degrees, made once by the engine's own code."""
+    folder = CACHE / "shards" / f"{model.name}-{'-'.join(map(str, degrees))}"
+    with _lock("shards"):
+        if not (folder / "manifest.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            python = environment / "bin" / "python"
+            make_shards(model, folder, tensor_parallel=degrees, dtype="float32", python=python)
+    return folder
 
 
 def _random_llama(environment: Path, name: str, *sizes: int) -> Path:

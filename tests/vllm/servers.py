@@ -28,8 +28,17 @@ class Cluster:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self) -> None:
+        self.begin()
+        self.wait()
+
+    def begin(self) -> None:
+        """Start every engine's script, and wait for none."""
         for script in sorted(self.folder.glob("pipeline-*.sh")):
-            self.run(script.name)
+            if not script.name.endswith("-store.sh"):
+                self.run(script.name)
+
+    def wait(self) -> None:
+        """Return when every pipeline answers."""
         done = subprocess.run(
             [self.folder / "wait-ready.sh"],
             cwd=self.folder,
@@ -59,6 +68,12 @@ class Cluster:
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return os.environ | {"PATH": path, "VLLM_NO_USAGE_STATS": "1"} | self.variables
 
+    def log(self, script: str) -> str:
+        """What a script has said so far."""
+        return (self.folder.parent / f"{self.folder.name}-{script.removesuffix('.sh')}.log").read_text(
+            "utf-8", "replace"
+        )
+
     def head(self, pipeline: int = 1) -> subprocess.Popen[bytes]:
         return self.processes[f"pipeline-{pipeline}-node-0.sh"]
 
@@ -69,9 +84,9 @@ class Cluster:
             process.wait(30)
 
 
-def complete(port: int, prompt: Sequence[int], tokens: int) -> list[int]:
+def complete(port: int, prompt: Sequence[int], tokens: int, *, model: str = "tiny-llama-2") -> list[int]:
     """Greedy tokens for a prompt of token ids."""
-    with _post(port, prompt, tokens, stream=False) as answer:
+    with _post(port, prompt, tokens, stream=False, model=model) as answer:
         content = json.load(answer)
     ids: list[int] = content["choices"][0]["token_ids"]
     return ids

@@ -113,7 +113,9 @@ def parse_layout(text: str) -> Layout:
         raise LayoutError(f"{VARIABLE}: the first stage begins at layer 0 on node 0, not {stages[0]}")
     for i, (a, b) in enumerate(pairwise(stages), start=1):
         if b.layers[0] != a.layers[1]:
-            raise LayoutError(f"{VARIABLE}: stage {i} begins at layer {b.layers[0]}; the one before ends at {a.layers[1]}")
+            raise LayoutError(
+                f"{VARIABLE}: stage {i} begins at layer {b.layers[0]}; the one before ends at {a.layers[1]}"
+            )
         if b.node not in (a.node, a.node + 1):
             raise LayoutError(f"{VARIABLE}: stage {i} is on node {b.node}, the one before on {a.node}; nodes follow on")
     return Layout(stages)

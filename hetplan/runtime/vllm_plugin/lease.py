@@ -36,7 +36,9 @@ def lease() -> Lease:
     if _lease is None:
         path, model = os.environ.get(SOCKET), os.environ.get(MODEL)
         if not path or not model:
-            raise RuntimeError(f"--load-format=hetplan needs {SOCKET} (the store's socket) and {MODEL} (its name for it)")
+            raise RuntimeError(
+                f"--load-format=hetplan needs {SOCKET} (the store's socket) and {MODEL} (its name for it)"
+            )
         _lease = Lease(connect(path), model, os.environ.get(FINGERPRINT) or None)
     return _lease
 

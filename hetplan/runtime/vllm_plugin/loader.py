@@ -123,7 +123,8 @@ def _attach(rank: int, names: list[str], model_config: Any) -> Attached:
         tensors=names,
         device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
         hold_bytes=0 if stage is None else stage.hold_bytes,
-        what=f"{held.model} rank {rank}" + ("" if stage is None else f", layers {stage.layers[0]}-{stage.layers[1] - 1}"),
+        what=f"{held.model} rank {rank}"
+        + ("" if stage is None else f", layers {stage.layers[0]}-{stage.layers[1] - 1}"),
         fingerprint=held.fingerprint,
     )
 

@@ -119,9 +119,7 @@ def _as_rank(config: Any, rank: int, degree: int) -> Iterator[None]:
         config.parallel_config.tensor_parallel_size = 1
 
 
-def _write_rank(
-    config: Any, files: dict[str, Path], out: Path, rank: int, degree: int
-) -> list[dict[str, Any]]:
+def _write_rank(config: Any, files: dict[str, Path], out: Path, rank: int, degree: int) -> list[dict[str, Any]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
