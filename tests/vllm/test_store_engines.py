@@ -126,7 +126,7 @@ def test_an_engine_is_killed_and_the_next_finds_the_weights(node: Node, single: 
         time.sleep(0.1)
     left = node.store.status()
     assert len(left["leases"]) == 3
-    assert left["parts"] and {p["bytes"] for p in left["parts"]} == {p["bytes"] for p in before["parts"]}
+    assert [part["bytes"] for part in left["parts"]] == [part["bytes"] for part in before["parts"]]
     single.start()
     after = node.store.status()
     assert (after["fetched_bytes"], after["reused_bytes"]) == (before["fetched_bytes"], before["reused_bytes"])
@@ -228,15 +228,16 @@ def test_two_engines_hold_the_weights_once(environment: Path, tmp_path: Path) ->
     own = run_pair(environment, tmp_path / "own", model, None)
     shared = run_pair(environment, tmp_path / "shared", model, folder)
     weights = bytes_of(folder, 1, [0], range(8), "")
+    faster = min(own.load_s) / min(shared.load_s)
     print(
         f"\nweights {format_bytes(weights)}; two engines that load them: {format_bytes(own.pss_bytes)}, on a store "
         f"{format_bytes(shared.pss_bytes)} ({shared.pss_bytes / own.pss_bytes:.2f}), of which the store's pages "
-        f"{format_bytes(shared.weights_pss_bytes)} ({shared.weights_pss_bytes / weights:.3f} of the weights); loading "
-        f"took {min(own.load_s):.2f} s, attaching {min(shared.load_s):.3f} s ({min(own.load_s) / min(shared.load_s):.0f}x)"
+        f"{format_bytes(shared.weights_pss_bytes)} ({shared.weights_pss_bytes / weights:.3f} of the weights); "
+        f"loading took {min(own.load_s):.2f} s, attaching {min(shared.load_s):.3f} s ({faster:.0f}x)"
     )
     assert shared.weights_pss_bytes <= 1.05 * weights
     assert shared.pss_bytes <= 0.6 * own.pss_bytes
-    assert min(own.load_s) >= 2 * min(shared.load_s)
+    assert faster >= 2
 
 
 def test_a_second_engine_starts_beside_the_first_and_grows_when_it_has_gone(
@@ -278,8 +279,8 @@ def test_a_second_engine_starts_beside_the_first_and_grows_when_it_has_gone(
             old.stop()
             new.stop()
     print(
-        f"\nhand-over: budget {format_bytes(budget)}; accounted at most {format_bytes(peak.accounted_bytes)}; resident, "
-        f"with the processes' own code and libraries, at most {format_bytes(peak.resident_bytes)}"
+        f"\nhand-over: budget {format_bytes(budget)}; accounted at most {format_bytes(peak.accounted_bytes)}; "
+        f"resident, with the processes' own code and libraries, at most {format_bytes(peak.resident_bytes)}"
     )
     assert 0.9 * budget <= peak.accounted_bytes <= budget
 

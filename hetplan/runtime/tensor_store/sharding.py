@@ -100,12 +100,12 @@ def _interpreter(given: str | Path | None) -> Path:
 
 
 def _run(command: list[str], on_progress: Callable[[dict[str, Any]], None] | None) -> None:
-    with subprocess.Popen(
+    # A list of words, no shell: an interpreter that the caller chose, absolute paths, and names from fixed lists.
+    with subprocess.Popen(  # noqa: S603
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_ALONE | dict(os.environ)
     ) as process:
         said: list[str] = []
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or ():
             if line.startswith('{"tensor_parallel"') and on_progress is not None:
                 on_progress(json.loads(line))
             said = [*said[-40:], line]

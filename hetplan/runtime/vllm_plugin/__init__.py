@@ -28,8 +28,8 @@ def register() -> None:
     if found not in VERSIONS:
         if asked:
             raise RuntimeError(
-                f"{' and '.join(asked)} need hetplan's plugin, which knows vLLM {', '.join(VERSIONS)}; found {found or 'none'}. "
-                f"Install vllm=={VERSIONS[-1]}, or plan with engine='vllm-{found}' for stock vLLM"
+                f"{' and '.join(asked)} need hetplan's plugin, which knows vLLM {', '.join(VERSIONS)}; found "
+                f"{found or 'none'}. Install vllm=={VERSIONS[-1]}, or plan with an engine of that version"
             )
         return
     from vllm.platforms import current_platform

@@ -38,8 +38,7 @@ class StageGroup:
         stage = parallel_state.get_tp_group()
         if stage.world_size > 1:
             tensors = stage.broadcast_tensor_dict(tensors, src=0)
-        assert tensors is not None
-        return tensors, [], []
+        return tensors or {}, [], []
 
     def isend_tensor_dict(self, tensor_dict: dict[str, Any], dst: int | None = None, **_: Any) -> list[Any]:
         handles: list[Any] = self._leaders.isend_tensor_dict(tensor_dict, dst) if self._leads else []

@@ -1,9 +1,10 @@
 """Caches that grow: an engine starts on a slice beside the one that it replaces, and takes the rest when that has gone.
 
 The store keeps the accounts of its node's memory. A worker borrows its cache there: its stage's whole cache, or where
-that is not free the slice that the plan keeps for this; nothing in between, as ranks that share a device would take
-each other's. While an engine has a slice it asks again every other second; when every rank can have its whole cache,
-all allocate them, copy the blocks that they have, and the scheduler gets the new blocks. Requests in flight keep theirs.
+that is not to be had the slice that the plan keeps for this; nothing in between, as ranks that share a device would
+take each other's. While an engine has a slice it asks again every other second; when every rank can have its whole
+cache, all allocate them, copy the blocks that they have, and the scheduler gets the new blocks. Requests in flight
+keep theirs.
 """
 
 from __future__ import annotations
@@ -147,7 +148,10 @@ def _keep_asking(core: Any) -> None:
 
 
 def _grow(core: Any) -> bool:
-    """Grow if all workers can have their whole caches; whether all have. Runs in the engine core's loop, between two steps."""
+    """Grow if all workers can have their whole caches; whether all have them now.
+
+    Runs in the engine core's loop, so between two steps.
+    """
     from vllm.v1.core.kv_cache_utils import KVCacheBlock, generate_scheduler_kv_cache_config, get_kv_cache_configs
 
     started = time.perf_counter()

@@ -8,7 +8,6 @@ runs after loading may write to it, and gets pages of its own where it does. The
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from hetplan.runtime.tensor_store.client import Attached, Mapping, Part
+from hetplan.runtime.tensor_store.wire import close_all
 from hetplan.runtime.vllm_plugin import VERSIONS
 from hetplan.runtime.vllm_plugin.identity import config_sha256
 from hetplan.runtime.vllm_plugin.layout import read_layout
@@ -95,12 +95,10 @@ class StoreLoader(BaseModelLoader):
         if part.kind == "cuda":
             from hetplan.runtime.tensor_store.cuda import open_handle
 
-            assert part.handle is not None
-            whole: torch.Tensor = open_handle(part.handle)
+            whole: torch.Tensor = open_handle(part.handle or {})
         else:
             mapping = Mapping(part)
-            assert part.fd is not None
-            os.close(part.fd)
+            close_all([] if part.fd is None else [part.fd])
             self._mappings.append(mapping)
             whole = torch.frombuffer(mapping.memory, dtype=torch.uint8)
         return {

@@ -28,7 +28,6 @@ import torch
 from hetplan.runtime.vllm_plugin import VERSIONS, installed_version
 from hetplan.runtime.vllm_plugin.identity import ROWS, config_sha256, layer_of
 
-
 TENSORS = "tensors"
 
 
@@ -69,8 +68,9 @@ def write_shards(checkpoint: str, out: Path, degrees: list[int], dtype: str) -> 
         for degree in degrees:
             for rank in range(degree):
                 with _as_rank(config, rank, degree):
-                    rows += _write_rank(config, files, out, rank, degree)
-                _say(tensor_parallel=degree, rank=rank, bytes=sum(r["bytes"] for r in rows if (r["tensor_parallel"], r["rank"]) == (degree, rank)))  # fmt: skip
+                    written = _write_rank(config, files, out, rank, degree)
+                rows += written
+                _say(tensor_parallel=degree, rank=rank, bytes=sum(row["bytes"] for row in written))
     model = config.model_config
     content = {
         "engine": f"vllm-{version}",
