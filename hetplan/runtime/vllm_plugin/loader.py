@@ -95,7 +95,8 @@ class StoreLoader(BaseModelLoader):
         if part.kind == "cuda":
             from hetplan.runtime.tensor_store.cuda import open_handle
 
-            whole: torch.Tensor = open_handle(part.handle or {})
+            storage = open_handle(part.handle or {})
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         else:
             mapping = Mapping(part)
             close_all([] if part.fd is None else [part.fd])
