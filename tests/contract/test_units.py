@@ -66,7 +66,8 @@ PLAIN = {
 def record_types() -> list[type[Frozen]]:
     """Every record of the package."""
     for module in pkgutil.walk_packages(hetplan.__path__, "hetplan."):
-        if module.name != "hetplan.__main__":
+        # What runs in the engine needs torch and vllm, and has no records that leave it.
+        if module.name != "hetplan.__main__" and not module.name.startswith("hetplan.runtime.vllm_plugin."):
             importlib.import_module(module.name)
     found: dict[str, type[Frozen]] = {}
     waiting: list[type[Frozen]] = [Frozen]
