@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 HEAVY = {"numba", "pandas", "scipy", "networkx", "pulp", "highspy", "torch", "matplotlib", "typer", "rich", "yaml"}
+HEAVY |= {"fsspec", "s3fs", "aiohttp"}
 
 
 def loaded_after(code: str) -> set[str]:

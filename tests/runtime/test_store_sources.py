@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -324,6 +325,27 @@ def test_hosts_and_their_addresses(host: str, addresses: list[str], allowed: boo
             rules.require_host(host, 443)
         assert refused.value.code == "refused_host"
         assert host in str(refused.value)
+
+
+def test_a_bucket_allows_amazons_hosts_to_s3_alone() -> None:
+    rules = HostRules(["s3://weights"], lambda host, port: ["198.51.100.7"])
+    with pytest.raises(StoreError, match="is not on the list"):
+        open_source("http://ec2-1-2-3-4.compute.amazonaws.com/shards", rules, 1)
+    for host, allowed in (
+        ("weights.s3.eu-west-1.amazonaws.com", True),
+        ("notamazonaws.com", False),
+        ("s3.amazonaws.com.evil.example", False),
+    ):
+        answer = asyncio.run(outcome(rules.resolver((".amazonaws.com",)).resolve(host, 443)))
+        assert (answer == "198.51.100.7") == allowed, answer
+
+
+async def outcome(resolving: Any) -> str:
+    """The address, or why there is none."""
+    try:
+        return str((await resolving)[0]["host"])
+    except StoreError as error:
+        return error.code
 
 
 def test_nothing_is_allowed_by_default() -> None:

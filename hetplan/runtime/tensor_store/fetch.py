@@ -31,6 +31,8 @@ _SILENCE_S = 60.0
 _PORTS = {"http": 80, "https": 443}
 _BEYOND_END = 416
 _S3_ATTEMPTS = 3
+# Where buckets are without an endpoint of one's own.
+_AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
 Wanted = tuple[TensorShard, memoryview]
 
@@ -314,7 +316,7 @@ def _s3(bucket: str, rules: HostRules, threads: int) -> Any:
         endpoint_url=endpoint,
         client_kwargs={"region_name": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")},
         config_kwargs={
-            "connector_args": {"resolver": rules.resolver(), "use_dns_cache": False},
+            "connector_args": {"resolver": rules.resolver(() if endpoint else _AMAZON), "use_dns_cache": False},
             "connect_timeout": _CONNECT_S,
             "read_timeout": _SILENCE_S,
             "max_pool_connections": threads,
