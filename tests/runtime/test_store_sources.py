@@ -27,9 +27,10 @@ from store_process import (
 )
 
 from hetplan.errors import InvalidInputError, StoreError
-from hetplan.runtime.tensor_store.fetch import RANGE_BYTES, open_source
+from hetplan.runtime.tensor_store.fetch import RANGE_BYTES
 from hetplan.runtime.tensor_store.hosts import HostRules
 from hetplan.runtime.tensor_store.manifest import Manifest, file_of
+from hetplan.runtime.tensor_store.sources import open_source
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 # The service asks who one is, and does not check the signature.
