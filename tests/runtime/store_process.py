@@ -182,6 +182,7 @@ class Served:
     bytes_by_file: dict[str, int] = field(default_factory=dict)
     redirects: dict[str, str] = field(default_factory=dict)
     without_ranges: bool = False
+    cuts: int = 0
 
     @property
     def url(self) -> str:
@@ -224,7 +225,12 @@ def run_http(folder: Path) -> Iterator[Served]:
             with path.open("rb") as file:
                 file.seek(start)
                 content = file.read(stop - start)
-            self._send(206, content, {"Content-Range": f"bytes {start}-{stop - 1}/{size}"})
+            with lock:
+                cut, served.cuts = served.cuts > 0, max(served.cuts - 1, 0)
+            sent = content[: len(content) // 2] if cut else content
+            headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Content-Length": str(len(content))}
+            self._send(206, sent, headers)
+            self.close_connection = cut
 
         def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)

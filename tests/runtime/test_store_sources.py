@@ -428,6 +428,24 @@ def test_a_redirect_is_refused_and_not_followed(shards: tuple[Path, Manifest]) -
         drop(attach(store, manifest))
 
 
+def test_a_connection_that_breaks_is_tried_again_and_not_for_ever(shards: tuple[Path, Manifest]) -> None:
+    folder, manifest = shards
+    with (
+        run_http(folder) as served,
+        run_store(served.url, allow_hosts=["127.0.0.1"], threads=1) as running,
+        running.connect() as store,
+    ):
+        served.cuts = 2
+        attached = attach(store, manifest, ["lm_head.weight"])
+        require_intact(attached, manifest)
+        drop(attached)
+        served.cuts = 100
+        with pytest.raises(StoreError, match=r"model\.norm\.weight") as refused:
+            attach(store, manifest, ["model.norm.weight"])
+        assert refused.value.code == "unreachable"
+        assert served.cuts == 100 - 3
+
+
 def test_a_server_without_ranges_serves_small_files_only(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     manifest = make_shards(folder, layers=1, weight_bytes=RANGE_BYTES + 8)

@@ -7,6 +7,7 @@ is asked anonymously.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ _SILENCE_S = 60.0
 _PORTS = {"http": 80, "https": 443}
 _BEYOND_END = 416
 _S3_ATTEMPTS = 3
+# Before an HTTP request that broke is sent again.
+_PAUSES_S = (0.2, 1.0)
 # Where buckets are without an endpoint of one's own.
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
@@ -58,22 +61,42 @@ class Folder:
 
 
 class Remote:
-    """A source behind a file system of fsspec."""
+    """A source behind a file system of fsspec.
 
-    def __init__(self, location: str, filesystem: Any) -> None:
+    Parameters
+    ----------
+    location : str
+    filesystem : AbstractFileSystem
+    passing : tuple of type
+        Errors after which it is tried again: those that the file system does not try again by itself.
+    """
+
+    def __init__(self, location: str, filesystem: Any, passing: tuple[type[Exception], ...] = ()) -> None:
         self.location = location
         self._filesystem = filesystem
+        self._passing = passing
 
     def read(self, file: str, start: int, stop: int, into: memoryview) -> int:
-        try:
-            content = self._filesystem.cat_file(f"{self.location}/{file}", start=start, end=stop)
-        except Exception as error:
-            if _is_beyond_end(error):
-                return 0
-            raise
+        content = self._content(f"{self.location}/{file}", start, stop)
         length = min(len(content), len(into))
         into[:length] = memoryview(content)[:length]
         return len(content)
+
+    def _content(self, address: str, start: int, stop: int) -> bytes:
+        for pause_s in _PAUSES_S:
+            try:
+                return self._asked_once(address, start, stop)
+            except self._passing:
+                time.sleep(pause_s)
+        return self._asked_once(address, start, stop)
+
+    def _asked_once(self, address: str, start: int, stop: int) -> bytes:
+        try:
+            return bytes(self._filesystem.cat_file(address, start=start, end=stop))
+        except Exception as error:
+            if _is_beyond_end(error):
+                return b""
+            raise
 
 
 def open_source(location: str, rules: HostRules, threads: int) -> Source:
@@ -99,9 +122,9 @@ def open_source(location: str, rules: HostRules, threads: int) -> Source:
     location = location.rstrip("/")
     try:
         if address.scheme == "s3":
-            return Remote(location, _s3(address.netloc, rules, threads))
+            return _s3(location, address.netloc, rules, threads)
         rules.require_host(address.hostname, address.port or _PORTS[address.scheme])
-        return Remote(location, _http(rules, threads))
+        return _http(location, rules, threads)
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"{address.scheme} needs {error.name}; pip install 'hetplan[store]'") from None
 
@@ -167,7 +190,7 @@ def _local_path(location: str, address: SplitResult) -> Path:
     return Path(address.path)
 
 
-def _http(rules: HostRules, threads: int) -> Any:
+def _http(location: str, rules: HostRules, threads: int) -> Remote:
     import aiohttp
     from fsspec.implementations.http import HTTPFileSystem
 
@@ -181,7 +204,8 @@ def _http(rules: HostRules, threads: int) -> Any:
             raise_for_status=_require_the_range,
         )
 
-    return HTTPFileSystem(get_client=session, allow_redirects=False, skip_instance_cache=True)
+    filesystem = HTTPFileSystem(get_client=session, allow_redirects=False, skip_instance_cache=True)
+    return Remote(location, filesystem, (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError))
 
 
 async def _require_the_range(response: aiohttp.ClientResponse) -> None:
@@ -204,7 +228,7 @@ async def _require_the_range(response: aiohttp.ClientResponse) -> None:
         )
 
 
-def _s3(bucket: str, rules: HostRules, threads: int) -> Any:
+def _s3(location: str, bucket: str, rules: HostRules, threads: int) -> Remote:
     from s3fs import S3FileSystem
 
     rules.require_bucket(bucket)
@@ -240,4 +264,4 @@ def _s3(bucket: str, rules: HostRules, threads: int) -> Any:
     )
     # Of a request, and as often of what makes it up: nine in all.
     filesystem.retries = _S3_ATTEMPTS
-    return filesystem
+    return Remote(location, filesystem)
