@@ -88,6 +88,9 @@ def add_store(app: typer.Typer, *, answer: Answer, console: Console) -> None:
         first: Annotated[bool, typer.Option("--first", help="Also the embedding.")] = False,
         last: Annotated[bool, typer.Option("--last", help="Also the final norm and the head.")] = False,
         device: Annotated[str, typer.Option(help="cpu, or a GPU such as cuda:0.")] = "cpu",
+        fingerprint: Annotated[
+            str | None, typer.Option(help="Of the manifest, where there are several of the model.")
+        ] = None,
         as_json: Json = False,
     ) -> None:
         """Load weights before the engine that needs them comes."""
@@ -104,6 +107,7 @@ def add_store(app: typer.Typer, *, answer: Answer, console: Console) -> None:
                     first=first,
                     last=last,
                     device=device,
+                    fingerprint=fingerprint,
                 )
             console.print(
                 f"{format_bytes(brought['fetched_bytes'])} fetched, {format_bytes(brought['reused_bytes'])} copied "

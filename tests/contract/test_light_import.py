@@ -5,7 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = {"numba", "pandas", "scipy", "networkx", "pulp", "highspy", "torch", "matplotlib", "typer", "rich", "yaml"}
+HEAVY = {
+    "numba",
+    "pandas",
+    "scipy",
+    "networkx",
+    "pulp",
+    "highspy",
+    "torch",
+    "matplotlib",
+    "typer",
+    "rich",
+    "yaml",
+    "fsspec",
+    "s3fs",
+    "aiohttp",
+}
 
 
 def loaded_after(code: str) -> set[str]:

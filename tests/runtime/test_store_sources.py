@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -26,9 +27,10 @@ from store_process import (
 )
 
 from hetplan.errors import InvalidInputError, StoreError
-from hetplan.runtime.tensor_store.fetch import RANGE_BYTES, open_source
+from hetplan.runtime.tensor_store.fetch import RANGE_BYTES
 from hetplan.runtime.tensor_store.hosts import HostRules
 from hetplan.runtime.tensor_store.manifest import Manifest, file_of
+from hetplan.runtime.tensor_store.sources import open_source
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 # The service asks who one is, and does not check the signature.
@@ -326,6 +328,27 @@ def test_hosts_and_their_addresses(host: str, addresses: list[str], allowed: boo
         assert host in str(refused.value)
 
 
+def test_a_bucket_allows_amazons_hosts_to_s3_alone() -> None:
+    rules = HostRules(["s3://weights"], lambda host, port: ["198.51.100.7"])
+    with pytest.raises(StoreError, match="is not on the list"):
+        open_source("http://ec2-1-2-3-4.compute.amazonaws.com/shards", rules, 1)
+    for host, allowed in (
+        ("weights.s3.eu-west-1.amazonaws.com", True),
+        ("notamazonaws.com", False),
+        ("s3.amazonaws.com.evil.example", False),
+    ):
+        answer = asyncio.run(outcome(rules.resolver((".amazonaws.com",)).resolve(host, 443)))
+        assert (answer == "198.51.100.7") == allowed, answer
+
+
+async def outcome(resolving: Any) -> str:
+    """The address, or why there is none."""
+    try:
+        return str((await resolving)[0]["host"])
+    except StoreError as error:
+        return error.code
+
+
 def test_nothing_is_allowed_by_default() -> None:
     for location in ("http://127.0.0.1:1/shards", "https://weights.example/shards", "s3://weights/shards"):
         with pytest.raises(StoreError, match="is not on the list"):
@@ -403,6 +426,24 @@ def test_a_redirect_is_refused_and_not_followed(shards: tuple[Path, Manifest]) -
         assert elsewhere.bytes_by_file == {}
         served.redirects.clear()
         drop(attach(store, manifest))
+
+
+def test_a_connection_that_breaks_is_tried_again_and_not_for_ever(shards: tuple[Path, Manifest]) -> None:
+    folder, manifest = shards
+    with (
+        run_http(folder) as served,
+        run_store(served.url, allow_hosts=["127.0.0.1"], threads=1) as running,
+        running.connect() as store,
+    ):
+        served.cuts = 2
+        attached = attach(store, manifest, ["lm_head.weight"])
+        require_intact(attached, manifest)
+        drop(attached)
+        served.cuts = 100
+        with pytest.raises(StoreError, match=r"model\.norm\.weight") as refused:
+            attach(store, manifest, ["model.norm.weight"])
+        assert refused.value.code == "unreachable"
+        assert served.cuts == 100 - 3
 
 
 def test_a_server_without_ranges_serves_small_files_only(tmp_path: Path) -> None:

@@ -54,12 +54,10 @@ class HostRules:
         if bucket not in self._buckets:
             raise _refused(f"s3://{bucket} is not on the list", f"allow it with --allow-host s3://{bucket}")
 
-    def require_host(self, host: str, port: int) -> list[str]:
-        """The addresses of a host on the list; refused if it is not there, or one of them is out of bounds."""
+    def require_host(self, host: str, port: int, domains: tuple[str, ...] = ()) -> list[str]:
+        """The addresses of a host on the list, or in ``domains``; refused otherwise, or if one is out of bounds."""
         name = host.lower().strip("[]").rstrip(".")
-        # A bucket that is allowed is reached at Amazon's own hosts.
-        of_s3 = bool(self._buckets) and name.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-        if name not in self._allowed and not of_s3:
+        if name not in self._allowed and not name.endswith(domains):
             raise _refused(f"{host} is not on the list", f"allow it with --allow-host {host}")
         try:
             addresses = self._resolve(name, port)
@@ -69,8 +67,8 @@ class HostRules:
             self._require_address(name, text)
         return addresses
 
-    def resolver(self) -> AbstractResolver:
-        """These rules as what aiohttp asks for addresses when it connects."""
+    def resolver(self, domains: tuple[str, ...] = ()) -> AbstractResolver:
+        """These rules as what aiohttp asks for addresses when it connects; also lets hosts in ``domains`` through."""
         from aiohttp.abc import AbstractResolver, ResolveResult
 
         rules = self
@@ -79,7 +77,9 @@ class HostRules:
             async def resolve(
                 self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
             ) -> list[ResolveResult]:
-                addresses = await asyncio.get_running_loop().run_in_executor(None, rules.require_host, host, port)
+                addresses = await asyncio.get_running_loop().run_in_executor(
+                    None, rules.require_host, host, port, domains
+                )
                 return [_result(host, port, text) for text in addresses]
 
             async def close(self) -> None:

@@ -135,7 +135,10 @@ class Server:
     def _is_own(self, connection: socket.socket) -> bool:
         # The socket's mode lets nobody else in; neither would a mode that somebody changed. Root as well has to become
         # this user: a store hands out memory that is its user's, and takes orders from that user alone.
-        uid = self._read_credentials(connection).uid
+        try:
+            uid = self._read_credentials(connection).uid
+        except OSError:
+            return False
         if uid != os.geteuid():
             self._on_event("peer_refused", {"uid": uid})
         return uid == os.geteuid()

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetplan.errors import InvalidInputError
-from hetplan.runtime.tensor_store.fetch import Fetcher, open_source, read_manifest
+from hetplan.runtime.tensor_store.fetch import Fetcher
 from hetplan.runtime.tensor_store.hosts import HostRules, Resolve, resolve
 from hetplan.runtime.tensor_store.server import ListeningSocket, OnEvent, Server
+from hetplan.runtime.tensor_store.sources import open_source, read_manifest
 from hetplan.runtime.tensor_store.store import TensorStore
 from hetplan.runtime.tensor_store.wire import ReadCredentials, peer_credentials
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetplan.errors import StoreError
-from hetplan.runtime.tensor_store.fetch import Fetcher, Source, Wanted
+from hetplan.runtime.tensor_store.fetch import Fetcher, Wanted
 from hetplan.runtime.tensor_store.ledger import Lease, Ledger
 from hetplan.runtime.tensor_store.manifest import Manifest
 from hetplan.runtime.tensor_store.parts import PartKey, PartLayout, part_keys, part_layouts
 from hetplan.runtime.tensor_store.regions import Region, make_region
 from hetplan.runtime.tensor_store.requests import AttachRequest, BorrowRequest, LoadRequest
+from hetplan.runtime.tensor_store.sources import Source
 
 _SHOWN_NAMES = 5
 
