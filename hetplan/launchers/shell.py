@@ -200,11 +200,11 @@ def _router(plan: Plan, nodes: list[Node], sharing: CacheSharing | None) -> dict
         ],
     }
     if sharing is not None:
-        content["kv_transfer"] = _kv_transfer(plan, sharing, local=any(node.local for node in nodes))
+        content["kv_transfer"] = _kv_transfer(plan, sharing)
     return content
 
 
-def _kv_transfer(plan: Plan, sharing: CacheSharing, *, local: bool) -> dict[str, object]:
+def _kv_transfer(plan: Plan, sharing: CacheSharing) -> dict[str, object]:
     """How caches are sent, and what that takes: the slowest link between machines of the plan."""
     model = plan.placement.model
     link = min((m.inter_node_link for m in plan.placement.cluster.instance_types), key=lambda link: link.bytes_per_s)
