@@ -109,7 +109,7 @@ ENGINES: dict[str, EngineProfile] = {
             limits=("consecutive-stages-per-node", "one-dtype"),
             flags=(*_VLLM_FLAGS, "--worker-cls", "--load-format"),
             variables=(*_VLLM_VARIABLES, "HETPLAN_LAYOUT", "HETPLAN_STORE", "HETPLAN_STORE_MODEL"),
-            checked="not run",
+            checked="run",
             source="vLLM 0.32.0 with the plugin hetplan/runtime/vllm_plugin",
         ),
     )
