@@ -174,7 +174,7 @@ def test_wrong_shards_are_refused_by_name(
             assert cluster.head().wait(180) != 0
         finally:
             cluster.stop()
-    refusals = [line for line in cluster.log(script.name).splitlines() if "StoreError" in line]
+    refusals = [line for line in cluster.log(script.name).splitlines() if "hetplan.errors.StoreError:" in line]
     assert refusals
     assert all(said in line for line in refusals)
 
