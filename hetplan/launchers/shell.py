@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hetplan.catalog.engines import LIMITS, EngineProfile, block_tokens
 from hetplan.errors import InvalidInputError
+from hetplan.launchers.commands import SOCKET, Word, engine_variables, engine_words, store_words
 from hetplan.launchers.names import comment, quoted
 from hetplan.launchers.stores import ShardSource
 from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, StoreMemory, model_source, nodes_of
@@ -114,30 +115,26 @@ def _script(node: Node, model: str) -> str:
         else:
             lines.append(f': "${{{name}:?set it to the private address of that machine}}"')
     lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
-    lines.append(f'export VLLM_HOST_IP="${node.address}"')
-    lines += [f"export {name}={quoted(value)}" for name, value in node.variables.items()]
-    if node.store is not None:
-        lines.append(f"export HETPLAN_STORE={_socket(node)}")
-    if "VLLM_NIXL_SIDE_CHANNEL_PORT" in node.variables:
-        lines.append(f'export VLLM_NIXL_SIDE_CHANNEL_HOST="${node.address}"')
-    lines += ["", "arguments=(", '  "$model"']
-    if node.rank == 0:
-        lines.append(f'  --host="${node.address}"')
-    if any(a.startswith("--nnodes=") for a in node.arguments):
-        lines.append(f'  --master-addr="${node.head_address}"')
-    lines += [f"  {quoted(a)}" for a in node.arguments]
+    lines += [f"export {name}={_word(word, node)}" for name, word in engine_variables(node).items()]
+    lines += ["", "arguments=("]
+    lines += [f"  {_word(word, node)}" for word in engine_words(node)]
     lines += [")", 'exec "${HETPLAN_VLLM:-vllm}" serve "${arguments[@]}"', ""]
     return "\n".join(lines)
 
 
-def _socket(node: Node) -> str:
-    """The socket of a machine's store as a word of a shell: the environment's, else one in the user's own folder."""
-    return f'"${{HETPLAN_STORE:-${{XDG_RUNTIME_DIR:-/tmp/hetplan-$(id -u)}}/hetplan/{node.name}.sock}}"'
+def _word(word: Word, node: Node) -> str:
+    """A word of a shell: quoted, or read from a variable."""
+    if isinstance(word, str):
+        return quoted(word)
+    if word.name == SOCKET:
+        # The environment's, else one in the user's own folder.
+        folder = "${XDG_RUNTIME_DIR:-/tmp/hetplan-$(id -u)}"
+        return f'{word.prefix}"${{{SOCKET}:-{folder}/hetplan/{node.name}.sock}}"'
+    return f'{word.prefix}"${word.name}"'
 
 
 def _store_script(node: Node, store: StoreMemory, source: ShardSource) -> str:
     """What serves a machine's weights, and keeps them while engines come and go."""
-    allowed = [] if source.allowed_host is None else [f"  --allow-host={quoted(source.allowed_host)}"]
     lines = [
         "#!/usr/bin/env bash",
         f"# Tensor store of pipeline {node.pipeline}, node {node.rank}: "
@@ -145,11 +142,7 @@ def _store_script(node: Node, store: StoreMemory, source: ShardSource) -> str:
         "set -euo pipefail",
         "",
         "arguments=(",
-        f"  --socket={_socket(node)}",
-        f"  --shards={quoted(source.shards)}",
-        *allowed,
-        *(f"  --device={device}" for device in store.devices),
-        f"  --memory={store.device_bytes}",
+        *(f"  {_word(word, node)}" for word in store_words(store, source)),
         ")",
         'exec "${HETPLAN:-hetplan}" store serve "${arguments[@]}"',
         "",
