@@ -1,0 +1,594 @@
+"""What is to be done: pure functions from what is known to what it should become and to the next actions.
+
+`fold` takes a fact into the state, `advance` makes the state what it should become (generations, machines that are
+wanted or not any more), and `actions` reads off it what the world lacks. Nothing here remembers anything else, so a
+controller that was killed goes on from its state alone, and every action may be carried out twice.
+
+Rules that hold whatever happens:
+
+- A generation that serves leaves only when the router has confirmed a newer one of its pipeline, or when it has failed.
+- Engines are ended only when the router has confirmed targets without them, or when they have failed.
+- A machine is given back when no generation is listed on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetplan.policies import Actions
+from hetplan.runtime.controller.desired import Desired, Slot
+from hetplan.runtime.controller.renting import newest, on_event, on_notice, spares
+from hetplan.runtime.controller.state import ControllerState, Generation, Machine
+
+# Before a machine is taken its engines get the time to end by themselves.
+_MARGIN_S = 5.0
+
+
+# What has become of something.
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The provider has been asked for a machine."""
+
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoMachine:
+    """The provider has none of an offer, or it did not start."""
+
+    machine: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReady:
+    """Its agent answers."""
+
+    machine: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLost:
+    """It is gone without having been given back."""
+
+    machine: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """It will be taken."""
+
+    machine: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """It has been given back."""
+
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The store of a rank's machine holds its weights."""
+
+    key: tuple[int, int]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engines of a generation were told to start."""
+
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Healthy:
+    """The engines of a generation answer."""
+
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An engine has ended, or weights could not be loaded."""
+
+    key: tuple[int, int]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All engines of a generation have ended."""
+
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Targeted:
+    """The router has confirmed its targets."""
+
+    targets: tuple[tuple[int, int], ...]
+    revision: int
+
+
+Fact = (
+    Requested
+    | NoMachine
+    | MachineReady
+    | MachineLost
+    | Noticed
+    | Released
+    | Loaded
+    | Started
+    | Healthy
+    | Failed
+    | Ended
+    | Targeted
+)
+
+
+# What is to be done.
+@dataclass(frozen=True, slots=True)
+class Rent:
+    """Ask the provider for a machine."""
+
+    machine: str
+    offer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """See whether a machine that was asked for has come."""
+
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give a machine back."""
+
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Have the store of a rank's machine load its weights."""
+
+    key: tuple[int, int]
+    rank: int
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the engines of a generation."""
+
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """See whether a generation answers by now."""
+
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the engines of a generation; what still runs after the grace is killed."""
+
+    key: tuple[int, int]
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetTargets:
+    """Tell the router all of its targets."""
+
+    targets: tuple[tuple[int, int], ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """Ask for another plan: this one lacks machines."""
+
+    why: str
+
+
+Action = Rent | Await | Release | Load | Start | Probe | End | SetTargets | Replan
+
+
+def fold(desired: Desired, state: ControllerState, fact: Fact, now_s: float) -> ControllerState:
+    """The state once a fact is known. A fact about what is no longer listed changes nothing."""
+    match fact:
+        case Targeted(targets, revision):
+            return state if revision < state.revision else state.replace(targets=targets, revision=revision)
+        case Requested(name) | NoMachine(name) | MachineReady(name) | MachineLost(name) | Noticed(name) | Released(name):
+            machine = state.machine(name)
+            return state if machine is None else _fold_machine(desired, state, machine, fact, now_s)
+        case _:
+            generation = next((g for g in state.generations if g.key == fact.key), None)
+            return state if generation is None else _fold_generation(desired, state, generation, fact)
+
+
+def _fold_machine(
+    desired: Desired, state: ControllerState, machine: Machine, fact: Fact, now_s: float
+) -> ControllerState:
+    match fact:
+        case Requested() if machine.phase == "wanted":
+            return state.with_machine(machine.replace(phase="booting"))
+        case NoMachine(_, why):
+            others = tuple(s for s in state.shortages if s[0] != machine.offer)
+            state = state.replace(shortages=(*others, (machine.offer, now_s + desired.retry_s)))
+            return state.with_machine(machine.replace(lost=True, why=why))
+        case MachineReady(_, address) if machine.phase in ("wanted", "booting"):
+            return state.with_machine(machine.replace(phase="ready", address=address))
+        case MachineLost(_, why):
+            return state.with_machine(machine.replace(lost=True, why=why))
+        case Noticed(_, deadline_s):
+            earliest = deadline_s if machine.deadline_s is None else min(deadline_s, machine.deadline_s)
+            return state.with_machine(machine.replace(deadline_s=earliest))
+        case Released() if machine.phase == "releasing":
+            return state.replace(machines=tuple(m for m in state.machines if m.name != machine.name))
+        case _:
+            return state
+
+
+def _fold_generation(
+    desired: Desired, state: ControllerState, generation: Generation, fact: Fact
+) -> ControllerState:
+    match fact:
+        case Loaded(_, rank):
+            return state.with_generation(generation.replace(loaded=tuple(sorted({*generation.loaded, rank}))))
+        case Started():
+            return state.with_generation(generation.replace(started=True))
+        case Healthy() if generation.phase == "starting" and generation.started and not generation.failed:
+            slot = state.slot(generation.pipeline)
+            state = state.with_slot(slot.replace(failures=0, why=""))
+            return state.with_generation(generation.replace(phase="serving"))
+        case Failed(_, why) if generation.phase != "leaving" and not generation.failed:
+            slot = state.slot(generation.pipeline)
+            failures = slot.failures + 1
+            why = why if failures < desired.max_failures else f"{failures} starts failed, the last by: {why}"
+            state = state.with_slot(slot.replace(failures=failures, why=why))
+            return state.with_generation(generation.replace(failed=True, why=why))
+        case Ended():
+            if generation.phase == "leaving":
+                return state.replace(generations=tuple(g for g in state.generations if g.key != generation.key))
+            return state
+        case _:
+            return state
+
+
+def advance(desired: Desired, state: ControllerState, now_s: float) -> tuple[ControllerState, tuple[Replan, ...]]:
+    """What the state should become, and whether another plan is asked for. Applied twice it changes nothing more."""
+    returned = [offer for offer, until_s in state.shortages if until_s <= now_s]
+    state = state.replace(shortages=tuple(s for s in state.shortages if s[1] > now_s))
+    state = _cancel_exchanges(_part_with_what_is_lost(state))
+    replan = False
+    if not state.draining:
+        for slot in desired.slots:
+            state = _begin(desired, state, slot)
+        for slot in desired.slots:
+            state, asked = _heed_notices(desired, state, slot, now_s)
+            replan |= asked
+        state, asked = _fill(desired, state, now_s, returned)
+        replan |= asked
+    state = _retire(desired, state)
+    state = _give_back(state)
+    return state, (Replan("machines are missing that cannot be had"),) if replan else ()
+
+
+def _part_with_what_is_lost(state: ControllerState) -> ControllerState:
+    """Generations on lost machines have failed; those that have not started lack one instead."""
+    for generation in state.generations:
+        machines = [None if name is None else state.machine(name) for name in generation.machines]
+        gone = [m for m in machines if m is not None and (m.lost or m.phase == "releasing")]
+        now = generation
+        if now.phase == "starting" and not now.started and not now.failed:
+            going = [m for m in machines if m is not None and not m.stays]
+            kept = tuple(None if m is None or m in going else m.name for m in machines)
+            now = now.replace(machines=kept, loaded=tuple(r for r in now.loaded if kept[r] is not None))
+        elif gone and not now.failed and now.phase != "leaving":
+            now = now.replace(failed=True, why=f"machine {gone[0].name} is lost: {gone[0].why}")
+        if now.failed and now.phase != "leaving":
+            now = now.replace(phase="leaving")
+        state = state if now == generation else state.with_generation(now)
+    return state
+
+
+def _begin(desired: Desired, state: ControllerState, slot: Slot) -> ControllerState:
+    """A first generation, or one after a failure, on the machines that are still there."""
+    if newest(state, slot.pipeline) is not None or state.slot(slot.pipeline).failures >= desired.max_failures:
+        return state
+    before = [g for g in state.generations if g.pipeline == slot.pipeline]
+    last = max(before, key=lambda g: g.generation, default=None)
+    kept: list[str | None] = [None] * len(slot.offers)
+    if last is not None:
+        for rank, name in enumerate(last.machines):
+            machine = None if name is None else state.machine(name)
+            kept[rank] = name if machine is not None and machine.stays else None
+    first = state.slot(slot.pipeline).generations == 0
+    state = _new_generation(desired, state, slot, kept)
+    if not first:
+        return state
+    # The plan's own offers come first.
+    for rank, offer in enumerate(slot.offers):
+        if kept[rank] is None:
+            state = _bind(desired, state, slot, rank, offer)
+    return state
+
+
+def _new_generation(
+    desired: Desired, state: ControllerState, slot: Slot, machines: list[str | None]
+) -> ControllerState:
+    remembered = state.slot(slot.pipeline)
+    number = remembered.generations + 1
+    taken = {g.port for g in state.generations}
+    used = state.ports_used
+    while desired.first_port + used % desired.ports in taken:
+        used += 1
+    port = desired.first_port + used % desired.ports
+    state = state.with_slot(remembered.replace(generations=number)).replace(ports_used=used + 1)
+    return state.with_generation(
+        Generation(pipeline=slot.pipeline, generation=number, machines=tuple(machines), port=port)
+    )
+
+
+def _bind(desired: Desired, state: ControllerState, slot: Slot, rank: int, offer: str) -> ControllerState:
+    """A spare of the offer, or a machine that is wanted from now on, as a rank of the newest generation."""
+    latest = newest(state, slot.pipeline)
+    if latest is None:
+        return state
+    spare = next((m for m in spares(state) if m.offer == offer), None)
+    if spare is None:
+        named = state.machines_named + 1
+        spare = Machine(name=f"m-{named}", offer=offer)
+        state = state.replace(machines_named=named)
+    state = state.with_machine(spare.replace(spare=False))
+    machines = tuple(spare.name if r == rank else name for r, name in enumerate(latest.machines))
+    return state.with_generation(latest.replace(machines=machines))
+
+
+def _heed_notices(desired: Desired, state: ControllerState, slot: Slot, now_s: float) -> tuple[ControllerState, bool]:
+    """A new generation beside one whose machines are announced to go, if the policy has one started."""
+    latest = newest(state, slot.pipeline)
+    if latest is None or not (latest.started or latest.phase == "serving"):
+        return state, False
+    if state.slot(slot.pipeline).failures >= desired.max_failures:
+        return state, False
+    replan, answers = False, []
+    for name in latest.machines:
+        machine = None if name is None else state.machine(name)
+        if machine is not None and machine.deadline_s is not None:
+            answer = on_notice(desired, state, machine, slot.pipeline, now_s)
+            replan |= answer.replan
+            wanted = [r for r in answer.request_replacements if r.pipeline == str(slot.pipeline)]
+            if wanted:
+                answers.append(desired.offer_of(wanted[0].pool, wanted[0].market))
+    if not any(answers):
+        return state, replan
+    machines = [None if name is None else state.machine(name) for name in latest.machines]
+    state = _new_generation(desired, state, slot, [m.name if m is not None and m.stays else None for m in machines])
+    for offer in answers:
+        state = _bind_kind(desired, state, slot, offer)
+    return state, replan
+
+
+def _bind_kind(desired: Desired, state: ControllerState, slot: Slot, offer: str | None) -> ControllerState:
+    """A machine of an offer as the first rank that lacks one of its kind."""
+    latest = newest(state, slot.pipeline)
+    if offer is None or latest is None:
+        return state
+    for rank, name in enumerate(latest.machines):
+        if name is None and desired.kind(slot.offers[rank]) == desired.kind(offer):
+            return _bind(desired, state, slot, rank, offer)
+    return state
+
+
+def _fill(
+    desired: Desired, state: ControllerState, now_s: float, returned: list[str]
+) -> tuple[ControllerState, bool]:
+    """Machines for what is missing, and cheaper ones in place of others, as the policy says."""
+    for slot in desired.slots:
+        latest = newest(state, slot.pipeline)
+        # What is not spot stays what it is.
+        for rank, name in enumerate(() if latest is None else latest.machines):
+            offer = slot.offers[rank]
+            if name is None and desired.market(offer) == "on_demand" and _can_be_had(desired, state, offer, now_s):
+                state = _bind(desired, state, slot, rank, offer)
+    lost = [m for m in state.machines if m.lost]
+    answer = on_event(desired, state, now_s, lost=lost, returned=[o for o in returned if o in desired.offers])
+    state = _exchange(desired, state, answer)
+    for request in answer.request_replacements:
+        offer = desired.offer_of(request.pool, request.market)
+        slot_ = None if request.pipeline is None else desired.slot(int(request.pipeline))
+        if offer is None:
+            continue
+        if slot_ is not None:
+            state = _bind_kind(desired, state, slot_, offer)
+        else:
+            named = state.machines_named + 1
+            spare = Machine(name=f"m-{named}", offer=offer, spare=True)
+            state = state.replace(machines_named=named).with_machine(spare)
+    return state, answer.replan
+
+
+def _can_be_had(desired: Desired, state: ControllerState, offer: str, now_s: float) -> bool:
+    return desired.pools(state, now_s)[desired.pool(offer)].on_demand_free > 0
+
+
+def _exchange(desired: Desired, state: ControllerState, answer: Actions) -> ControllerState:
+    """Start generations beside those whose machines are to be given back, and hold what is missing there open."""
+    for slot in desired.slots:
+        latest = newest(state, slot.pipeline)
+        if latest is None or latest.phase != "serving":
+            continue
+        if state.slot(slot.pipeline).failures >= desired.max_failures:
+            continue
+        back = [name for name in latest.machines if name in answer.return_to_spot]
+        # The machines of the plan itself are no stand-ins.
+        back = [n for n in back if n and _stands_in(desired, state, slot, latest, n)]
+        kept = [None if name in back else name for name in latest.machines]
+        if not back or (not desired.beside and any(kept)):
+            continue
+        for name in back:
+            machine = state.machine(name)
+            if machine is not None:
+                state = state.with_machine(machine.replace(give_back=True))
+        state = _new_generation(desired, state, slot, kept)
+    return state
+
+
+def _stands_in(desired: Desired, state: ControllerState, slot: Slot, latest: Generation, name: str) -> bool:
+    machine = state.machine(name)
+    planned = slot.offers[latest.machines.index(name)]
+    return machine is not None and desired.market(planned) == "spot" and desired.market(machine.offer) == "on_demand"
+
+
+def _retire(desired: Desired, state: ControllerState) -> ControllerState:
+    """Old generations leave once the router has a newer one."""
+    if state.draining:
+        leaving = [g for g in state.generations if g.phase != "leaving"]
+        for generation in leaving:
+            state = state.with_generation(generation.replace(phase="leaving"))
+        return state
+    wanted = {slot.pipeline for slot in desired.slots}
+    all_serve = all(_confirmed(state, pipeline) is not None for pipeline in wanted)
+    for generation in state.generations:
+        if generation.phase == "leaving":
+            continue
+        confirmed = _confirmed(state, generation.pipeline)
+        if generation.pipeline not in wanted:
+            # Of a plan before: it serves until the plan in force does.
+            leaves = all_serve or generation.phase == "starting"
+        else:
+            leaves = confirmed is not None and generation.generation < confirmed
+        if leaves:
+            state = state.with_generation(generation.replace(phase="leaving"))
+    return state
+
+
+def _confirmed(state: ControllerState, pipeline: int) -> int | None:
+    """The newest generation of a pipeline that serves and that the router has confirmed."""
+    found = [
+        g.generation
+        for g in state.generations
+        if g.pipeline == pipeline and g.phase == "serving" and not g.failed and g.key in state.targets
+    ]
+    return max(found, default=None)
+
+
+def _cancel_exchanges(state: ControllerState) -> ControllerState:
+    """Where no cheaper machine came, the dearer one is kept."""
+    for generation in state.generations:
+        if generation.phase != "starting" or generation.started or None not in generation.machines:
+            continue
+        older = [g for g in state.generations if g.pipeline == generation.pipeline and g.phase == "serving"]
+        if not older or older[-1].failed:
+            continue
+        machines = [state.machine(name) for name in older[-1].machines if name is not None]
+        present = [m for m in machines if m is not None]
+        if any(m.give_back for m in present) and all(m.stays or m.give_back for m in present):
+            if any(m.lost or m.deadline_s is not None for m in present):
+                continue
+            for machine in present:
+                state = state.with_machine(machine.replace(give_back=False))
+            state = state.with_generation(generation.replace(phase="leaving"))
+    return state
+
+
+def _give_back(state: ControllerState) -> ControllerState:
+    """Machines that no generation is listed on. Spares are held until they are lost or announced to go."""
+    used = {name for g in state.generations for name in g.machines}
+    held = {m.name for m in state.machines if m.spare and m.stays and not state.draining}
+    for machine in state.machines:
+        if machine.phase != "releasing" and (machine.lost or machine.name not in used | held):
+            state = state.with_machine(machine.replace(phase="releasing"))
+    return state
+
+
+def targets(state: ControllerState) -> tuple[tuple[int, int], ...]:
+    """What the router should send requests to: of each pipeline the newest generation that serves."""
+    serving: dict[int, int] = {}
+    for g in state.generations:
+        if g.phase == "serving" and not g.failed:
+            serving[g.pipeline] = max(g.generation, serving.get(g.pipeline, 0))
+    return tuple(sorted(serving.items()))
+
+
+def actions(desired: Desired, state: ControllerState, now_s: float) -> list[Action]:
+    """What the world lacks to be as the state says; what is already under way is listed again."""
+    todo: list[Action] = []
+    for machine in state.machines:
+        if machine.phase == "releasing":
+            todo.append(Release(machine.name))
+        elif machine.phase == "wanted":
+            todo.append(Rent(machine.name, machine.offer))
+        elif machine.phase == "booting":
+            todo.append(Await(machine.name))
+    wanted = targets(state)
+    # At the end the router ends first, by itself.
+    if wanted != state.targets and not state.draining:
+        todo.append(SetTargets(wanted, state.revision + 1))
+    for generation in state.generations:
+        if generation.phase == "leaving":
+            if generation.failed or state.draining or generation.key not in state.targets:
+                todo.append(End(generation.key, _grace_s(desired, state, generation, now_s)))
+        elif generation.phase == "starting":
+            todo += _towards_serving(desired, state, generation)
+    return todo
+
+
+def _grace_s(desired: Desired, state: ControllerState, generation: Generation, now_s: float) -> float:
+    if generation.failed or not generation.started:
+        return 0.0
+    deadlines = [m.deadline_s for m in state.machines if m.name in generation.machines and m.deadline_s is not None]
+    return max(0.0, min([desired.drain_s, *(d - now_s - _MARGIN_S for d in deadlines)]))
+
+
+def _towards_serving(desired: Desired, state: ControllerState, generation: Generation) -> list[Action]:
+    if generation.started:
+        return [Probe(generation.key)]
+    machines = [None if name is None else state.machine(name) for name in generation.machines]
+    loads: list[Action] = [
+        Load(generation.key, rank, machine.name)
+        for rank, machine in enumerate(machines)
+        if desired.stores and machine is not None and machine.phase == "ready" and rank not in generation.loaded
+    ]
+    if loads or any(machine is None or machine.phase != "ready" for machine in machines):
+        return loads
+    return [Start(generation.key)] if _room(desired, state, generation) else []
+
+
+def _room(desired: Desired, state: ControllerState, generation: Generation) -> bool:
+    """Whether its engines fit on their machines: alone, or beside one other where the plan keeps room for that."""
+    others = [g for g in state.generations if g.key != generation.key and g.started]
+    beside = [g for g in others if set(g.machines) & set(generation.machines)]
+    if any(g.failed for g in beside):
+        return False
+    return not beside or (desired.beside and len(beside) == 1)
+
+
+def standing_still(desired: Desired, state: ControllerState) -> dict[int, str]:
+    """Pipelines that nothing serves, and why."""
+    served = {pipeline for pipeline, _ in targets(state)}
+    found = {}
+    for slot in desired.slots:
+        if slot.pipeline in served:
+            continue
+        latest, remembered = newest(state, slot.pipeline), state.slot(slot.pipeline)
+        if latest is None:
+            found[slot.pipeline] = remembered.why or "it has not begun"
+        elif None in latest.machines:
+            kinds = [desired.kind(o) for o, m in zip(slot.offers, latest.machines, strict=True) if m is None]
+            found[slot.pipeline] = f"no machine of {', '.join(kinds)} can be had"
+        else:
+            found[slot.pipeline] = "it is starting"
+    return found

@@ -1,0 +1,169 @@
+"""What a plan wants served: its pipelines, the offers of their machines, and where else machines may be rented."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetplan.catalog.offers import Offer
+from hetplan.errors import InvalidInputError
+from hetplan.launchers.vllm import Node as LaunchNode
+from hetplan.plan import Plan
+from hetplan.policies import Policy
+from hetplan.policies.situation import PoolView, RentedMarket
+from hetplan.runtime.controller.state import ControllerState
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A pipeline copy of the plan: the offer of each of its machines, by rank, and its share of the traffic."""
+
+    pipeline: int
+    offers: tuple[str, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What is to be served, and how it is kept so.
+
+    Attributes
+    ----------
+    slots : tuple of Slot
+    offers : mapping
+        All that may be rented, by name: the plan's, and fallbacks.
+    counts : mapping
+        How many machines of each may be held; one that is not listed has no limit.
+    policy : Policy
+    stores : bool
+        Whether machines hold weights in a store.
+    beside : bool
+        Whether a new engine fits beside an old one on a machine: with a store and room that the plan keeps.
+    first_port, ports : int
+        Of engines: they take ports in turn, from ``first_port`` on.
+    start_s : float
+        Predicted seconds from renting a machine to its pipeline serving.
+    drain_s : float
+        Longest that engines may go on with their streams once the router has a new target.
+    retry_s : float
+        How long an offer without a machine is not asked again.
+    max_failures : int
+        Starts in a row that may fail before a pipeline is left alone.
+    """
+
+    slots: tuple[Slot, ...]
+    offers: Mapping[str, Offer]
+    policy: Policy
+    counts: Mapping[str, int] = field(default_factory=dict)
+    stores: bool = False
+    beside: bool = False
+    first_port: int = 8000
+    ports: int = 1000
+    start_s: float = 120.0
+    drain_s: float = 120.0
+    retry_s: float = 60.0
+    max_failures: int = 3
+
+    def slot(self, pipeline: int) -> Slot | None:
+        """The pipeline of that number, if it is still wanted."""
+        return next((s for s in self.slots if s.pipeline == pipeline), None)
+
+    def kind(self, offer: str) -> str:
+        """The instance type of an offer."""
+        return self.offers[offer].instance_type
+
+    def market(self, offer: str) -> RentedMarket:
+        """How a policy sees an offer's machines: owned ones are not taken, as on-demand ones."""
+        return "spot" if self.offers[offer].market == "spot" else "on_demand"
+
+    def pool(self, offer: str) -> str:
+        """The pool of an offer: its place and instance type, whatever the market."""
+        return f"{self.offers[offer].place}/{self.offers[offer].instance_type}"
+
+    def offer_of(self, pool: str, market: RentedMarket) -> str | None:
+        """The offer of a pool and market."""
+        return next((o for o in self.offers if self.pool(o) == pool and self.market(o) == market), None)
+
+    def pools(self, state: ControllerState, now_s: float) -> dict[str, PoolView]:
+        """Where machines can be rented now."""
+        # One that is going makes room for the one that takes its place.
+        held = Counter(m.offer for m in state.machines if m.stays)
+        short = {offer for offer, until_s in state.shortages if until_s > now_s}
+        views = {}
+        for pool in dict.fromkeys(map(self.pool, self.offers)):
+            spot, on_demand = self.offer_of(pool, "spot"), self.offer_of(pool, "on_demand")
+            views[pool] = PoolView(
+                name=pool,
+                instance_type=self.kind(spot or on_demand or ""),
+                spot_free=self._free(spot, held, short),
+                on_demand_free=self._free(on_demand, held, short),
+                spot_usd_per_hour=self._price(spot),
+                on_demand_usd_per_hour=self._price(on_demand),
+                interrupted=spot in short,
+            )
+        return views
+
+    def _free(self, offer: str | None, held: Counter[str], short: set[str]) -> int:
+        if offer is None or offer in short:
+            return 0
+        return max(0, self.counts.get(offer, 10**6) - held[offer])
+
+    def _price(self, offer: str | None) -> float:
+        return math.inf if offer is None else self.offers[offer].billed_usd_per_hour
+
+
+def desired_of(
+    plan: Plan,
+    nodes: Sequence[LaunchNode],
+    policy: Policy,
+    *,
+    fallbacks: Sequence[Offer] = (),
+    stores: bool = False,
+    first_port: int = 8000,
+    start_s: float = 120.0,
+    drain_s: float = 120.0,
+    retry_s: float = 60.0,
+) -> Desired:
+    """What a plan wants, from the nodes that `launchers.vllm.nodes_of` gives for it.
+
+    ``fallbacks`` are offers beyond the plan's own, such as on-demand ones for a plan of spot machines.
+
+    Raises
+    ------
+    InvalidInputError
+        If two offers have one pool and market, which a policy could not tell apart.
+    """
+    pools = {pool.offer.name: pool for pool in plan.placement.cluster.pools}
+    offers = {name: pool.offer for name, pool in pools.items()} | {offer.name: offer for offer in fallbacks}
+    rates = [
+        p.predictions.requests_per_s.value for d in plan.deployments for p in d.pipelines for _ in range(p.count)
+    ]
+    numbers = sorted({node.pipeline for node in nodes})
+    slots = tuple(
+        Slot(number, tuple(n.offer for n in sorted(_of(nodes, number), key=lambda n: n.rank)), rate)
+        for number, rate in zip(numbers, rates, strict=True)
+    )
+    room = all(stage.start_kv_cache_bytes > 0 for node in nodes for stage in node.stages)
+    desired = Desired(
+        slots=slots,
+        offers=offers,
+        counts={name: pool.count for name, pool in pools.items()},
+        policy=policy,
+        stores=stores,
+        beside=stores and room,
+        first_port=first_port,
+        start_s=start_s,
+        drain_s=drain_s,
+        retry_s=retry_s,
+    )
+    for name in offers:
+        other = desired.offer_of(desired.pool(name), desired.market(name))
+        if other != name:
+            raise InvalidInputError(f"offers {other!r} and {name!r} are one pool and market; leave one of them out")
+    return desired
+
+
+def _of(nodes: Sequence[LaunchNode], pipeline: int) -> list[LaunchNode]:
+    return [node for node in nodes if node.pipeline == pipeline]
