@@ -97,6 +97,34 @@ def store_command(store: StoreMemory, source: ShardSource, *, socket: str) -> Co
     return Command(tuple(_text(word, known) for word in store_words(store, source)), {})
 
 
+def store_loads(node: Node, layers: int) -> list[dict[str, object]]:
+    """What a machine's store is asked to load for a pipeline: arguments of the store's client, without the model.
+
+    Parameters
+    ----------
+    node : Node
+    layers : int
+        Of the whole model.
+    """
+    loads: list[dict[str, object]] = []
+    gpu = 0
+    for stage in node.stages:
+        asked = {
+            "tensor_parallel": stage.tensor_parallel,
+            "layers": list(stage.layers),
+            "first": stage.layers[0] == 0,
+            "last": stage.layers[1] == layers,
+        }
+        if node.local:
+            loads.append({**asked, "ranks": list(range(stage.tensor_parallel)), "device": "cpu"})
+        else:
+            # Ranks take the machine's GPUs in order.
+            ranks = range(stage.tensor_parallel)
+            loads += [{**asked, "ranks": [rank], "device": f"cuda:{gpu + rank}"} for rank in ranks]
+        gpu += stage.tensor_parallel
+    return loads
+
+
 def _known(model: str, addresses: Mapping[str, str], socket: str | None) -> dict[str, str]:
     return {**addresses, MODEL: model} | ({} if socket is None else {SOCKET: socket})
 

@@ -432,9 +432,12 @@ def _exchange(desired: Desired, state: ControllerState, answer: Actions) -> Cont
             continue
         if state.slot(slot.pipeline).failures >= desired.max_failures:
             continue
-        back = [name for name in latest.machines if name in answer.return_to_spot]
         # The machines of the plan itself are no stand-ins.
-        back = [n for n in back if n and _stands_in(desired, state, slot, latest, n)]
+        back = [
+            name
+            for name in latest.machines
+            if name in answer.return_to_spot and name is not None and _stands_in(desired, state, slot, latest, name)
+        ]
         kept = [None if name in back else name for name in latest.machines]
         if not back or (not desired.beside and any(kept)):
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -107,10 +109,8 @@ class Keeper:
             return None
         if kept.guard.poll() is None and grace_s > 0:
             kept.guard.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 kept.guard.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                pass
         with self._lock:
             kept.let_go()
         kept.guard.wait()
@@ -125,12 +125,7 @@ class Keeper:
         """The end of what a process has said; empty for a name that is not kept."""
         with self._lock:
             kept = self._kept.get(name)
-        if kept is None or not kept.log.is_file():
-            return ""
-        with kept.log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode("utf-8", "replace")
+        return "" if kept is None else _tail(kept.log, size)
 
     def forget(self, name: str) -> None:
         """No longer list a process that has ended."""
@@ -153,3 +148,73 @@ class Keeper:
                 time.sleep(0.05)
         for name in names:
             self.stop(name, 0)
+
+
+class Detached:
+    """A process that outlives whoever started it, as a rented machine does; it is found again by its log's path.
+
+    Parameters
+    ----------
+    log : path
+        Absolute, and of this process alone.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log.absolute()
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it, unless it runs."""
+        if self.pid() is not None:
+            return
+        self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        command = guarded(argv, self.log, None)
+        # In between stands a process that ends at once, so that nobody has to wait for the guard.
+        code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-c", code, *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=True,
+            start_new_session=True,
+        )
+
+    def pid(self) -> int | None:
+        """Its guard's number while it runs."""
+        wanted = [b"-I", b"-S", os.fsencode(GUARD), b"-", os.fsencode(self.log)]
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+                    mine = Path(f"/proc/{entry}").stat().st_uid == os.geteuid()
+                except OSError:
+                    continue
+                if mine and words[1:6] == wanted:
+                    return int(entry)
+        return None
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, and after the grace SIGKILL for it and all that it started."""
+        pid = self.pid()
+        end = time.monotonic() + grace_s
+        while pid is not None and self.pid() == pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            while time.monotonic() < end and self.pid() == pid:
+                time.sleep(0.05)
+            # The next SIGTERM kills.
+            end = time.monotonic() + 0.5
+
+    def tail(self, size: int = _TAIL_BYTES) -> str:
+        """The end of what it has said."""
+        return _tail(self.log, size)
+
+
+def _tail(log: Path, size: int) -> str:
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - size))
+        return file.read().decode("utf-8", "replace")
