@@ -38,6 +38,7 @@ RANKS = {
     "cli_compare": 8,
     "cli_measure": 7,
     "cli_router": 7,
+    "cli_serve": 8,
     "cli_shard": 8,
     "cli_simulate": 8,
     "cli_store": 8,
@@ -68,6 +69,8 @@ ALLOWED = {
     "orjson": ("hetplan.runtime",),
     "fsspec": ("hetplan.runtime.tensor_store",),
     "s3fs": ("hetplan.runtime.tensor_store",),
+    "boto3": ("hetplan.runtime.controller.aws",),
+    "botocore": ("hetplan.runtime.controller.aws",),
     "highspy": ("hetplan.solvers.highs",),
     "pulp": ("hetplan.solvers.allocation.milp",),
     "matplotlib": ("hetplan.report",),
@@ -190,6 +193,12 @@ IN_THE_ENGINE = {
     **{f"hetplan.{n}": () for n in ("errors", "runtime", "runtime.tensor_store")},
     **{f"hetplan.runtime.tensor_store.{n}": () for n in ("client", "wire")},
 }
+# Runs before anything is installed, by its path.
+ALONE = "hetplan.runtime.controller.guard"
+
+
+def test_the_guard_needs_the_standard_library_only() -> None:
+    assert {name.split(".")[0] for name in imports_of(ALONE)} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("module", IN_THE_ENGINE)
@@ -200,10 +209,19 @@ def test_what_runs_in_the_engine_imports_what_is_there(module: str) -> None:
     assert outside - sys.stdlib_module_names <= set(IN_THE_ENGINE[module])
 
 
+# The command line ends at signals, a guard is a process of its own, and whoever keeps processes sends them.
+SIGNALS = {
+    "hetplan.cli_serve",
+    "hetplan.cli_store",
+    "hetplan.runtime.controller.guard",
+    "hetplan.runtime.controller.processes",
+}
+
+
 @pytest.mark.parametrize("module", INSIDE)
 def test_library_code_does_not_print_or_configure_logging(module: str) -> None:
     """Only the command line writes to the terminal or ends at a signal; nothing touches global logging."""
-    forbidden = {"logging"} if module == "hetplan.cli_store" else {"logging", "signal"}
+    forbidden = {"logging"} if module in SIGNALS else {"logging", "signal"}
     if module.startswith("hetplan.runtime.vllm_plugin"):
         # Speaks through vLLM's own logger.
         forbidden -= {"logging"}

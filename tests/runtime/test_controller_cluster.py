@@ -137,15 +137,15 @@ def test_a_plan_is_started_and_lives_through_a_notice_a_loss_and_a_killed_contro
     running.process.terminate()
     assert running.process.wait(60) == 0, running.say()
     assert running.state()["machines"] == []
-    assert [Detached(log).pid() for log in (running.folder / "machines").glob("*.log")] == [None] * 5
+    assert [Detached(log).pid() for log in (running.folder / "machines").glob("*.log")] == [None] * 6
 
 
 def test_who_has_no_token_is_refused(running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import ray, sys; ray.init(address=sys.argv[1], _node_ip_address='127.0.0.1', logging_level='error')"
+    code = "import ray, sys\nfrom hetplan.runtime.controller import loopback_ray\nloopback_ray.bind()\n"
+    code += "ray.init(address=sys.argv[1], _node_ip_address='127.0.0.1', logging_level='error')"
     wrong = tmp_path / "token"
     wrong.write_text("0" * 64)
     own = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "HOME": str(tmp_path),
     }
     address = (running.folder / "address").read_text()

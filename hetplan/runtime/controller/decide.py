@@ -441,8 +441,8 @@ def _exchange(desired: Desired, state: ControllerState, answer: Actions) -> Cont
         kept = [None if name in back else name for name in latest.machines]
         if not back or (not desired.beside and any(kept)):
             continue
-        for name in back:
-            machine = state.machine(name)
+        for given in back:
+            machine = state.machine(given)
             if machine is not None:
                 state = state.with_machine(machine.replace(give_back=True))
         state = _new_generation(desired, state, slot, kept)

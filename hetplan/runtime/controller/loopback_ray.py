@@ -7,15 +7,21 @@ listens where it is told.
 from __future__ import annotations
 
 
-def main() -> None:
-    """Run it."""
+def bind() -> None:
+    """Have Ray in this process take the loopback address for its own."""
     from ray._private import services
-    from ray.scripts.scripts import main as ray
 
     if not callable(getattr(services, "resolve_ip_for_localhost", None)):
         raise SystemExit("this version of Ray cannot be bound to the loopback address; install ray 2.60")
     services.resolve_ip_for_localhost = lambda host: host
     services.get_node_ip_address = lambda address=None: "127.0.0.1"
+
+
+def main() -> None:
+    """Run it."""
+    from ray.scripts.scripts import main as ray
+
+    bind()
     ray()  # type: ignore[no-untyped-call]
 
 

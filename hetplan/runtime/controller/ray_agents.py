@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hetplan.errors import HetplanError, InvalidInputError
+from hetplan.runtime.controller import loopback_ray
 from hetplan.runtime.controller.agent import NodeAgent
 from hetplan.runtime.controller.processes import Detached
 
@@ -179,8 +180,7 @@ class RayAgents:
 
         options: dict[str, Any] = {}
         if self.address.startswith(LOOPBACK):
-            # As in loopback_ray: otherwise Ray binds this process to the public address.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            loopback_ray.bind()
             options["_node_ip_address"] = LOOPBACK
         try:
             ray.init(
