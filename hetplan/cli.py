@@ -22,6 +22,7 @@ from hetplan.cli_calibrate import add_calibrate
 from hetplan.cli_compare import add_compare
 from hetplan.cli_measure import add_commands
 from hetplan.cli_router import add_router
+from hetplan.cli_serve import add_serve
 from hetplan.cli_shard import add_shard
 from hetplan.cli_simulate import add_simulate
 from hetplan.cli_store import add_store
@@ -556,6 +557,7 @@ def _answer(run: Callable[[], Any], as_json: bool) -> None:
 
 add_simulate(app, answer=_answer, console=_console)
 add_router(app, answer=_answer)
+add_serve(app, answer=_answer)
 add_store(app, answer=_answer, console=_console)
 add_shard(app, answer=_answer, console=_console)
 add_compare(app, answer=_answer, console=_console)

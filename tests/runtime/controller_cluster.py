@@ -80,9 +80,10 @@ class FileRouter:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def set_targets(self, targets: Sequence[RouterTarget], revision: int) -> None:
-        assert revision > self.read()[1]
+    async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
+        revision = self.read()[1] + 1
         self.path.write_text(json.dumps([list(targets), revision]))
+        return revision
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
         return self.read()
@@ -110,7 +111,9 @@ def prepare(folder: Path) -> LoopbackHead:
     return LoopbackHead(folder, address.read_text())
 
 
-def controller_of(folder: Path, pipelines: Sequence[int], on_event: Callable[[str, dict[str, Any]], None]) -> Controller:
+def controller_of(
+    folder: Path, pipelines: Sequence[int], on_event: Callable[[str, dict[str, Any]], None]
+) -> Controller:
     address = (folder / "address").read_text()
     engine = folder / "engine.py"
     engine.write_text(ENGINE)

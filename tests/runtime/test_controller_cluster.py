@@ -103,8 +103,8 @@ def test_a_plan_is_started_and_lives_through_a_notice_a_loss_and_a_killed_contro
     wait_for(lambda: any(e["machine"] == first for e in running.events("released")), 20, running.say)
     told = [e["event"] for e in running.events() if e.get("pipeline") == 2 and e.get("generation") in (1, 2)]
     assert told[told.index("leaving") - 1] == "engine_ready"
-    shunt = [e for e in running.events("shunt") if {"pipeline": 2, "generation": 2} in e["targets"]][0]
-    retired = [e for e in running.events("retired") if e["pipeline"] == 2][0]
+    shunt = next(e for e in running.events("shunt") if {"pipeline": 2, "generation": 2} in e["targets"])
+    retired = next(e for e in running.events("retired") if e["pipeline"] == 2)
     assert shunt["at_s"] <= retired["at_s"]
     assert not [e for e in running.events("engine_failed") if e["pipeline"] == 2]
 

@@ -135,10 +135,10 @@ class World:
                 self.may_end(key)
                 self.engines.pop(key, None)
                 self.learn(Ended(key))
-            case SetTargets(new, revision):
+            case SetTargets(new, _):
                 assert all(self.engines.get(key) == "healthy" or not self.whole(key) for key in new)
                 self.router = new
-                self.learn(Targeted(new, revision))
+                self.learn(Targeted(new, self.state.revision + 1))
 
     def generation(self, key: tuple[int, int]):
         return next(g for g in self.state.generations if g.key == key)
@@ -183,7 +183,7 @@ def started(desired: Desired) -> World:
 
 
 def machine_of(world: World, pipeline: int, rank: int = 0) -> str:
-    return world.generation(dict((k[0], k) for k in world.router)[pipeline]).machines[rank]
+    return world.generation({k[0]: k for k in world.router}[pipeline]).machines[rank]
 
 
 def test_a_plan_is_started_on_its_own_offers() -> None:
@@ -250,7 +250,7 @@ def test_an_exchange_that_gets_no_machine_leaves_things_as_they_are() -> None:
     stand_in = machine_of(world, 2)
     world.settle(40)
     assert machine_of(world, 2) == stand_in
-    assert world.engines[dict((k[0], k) for k in world.router)[2]] == "healthy"
+    assert world.engines[{k[0]: k for k in world.router}[2]] == "healthy"
 
 
 def test_what_cannot_be_started_is_left_alone_and_says_why() -> None:

@@ -41,7 +41,7 @@ class NodeAgent:
     def __init__(self, config: bytes) -> None:
         asked = json.loads(config)
         self.machine = str(asked["machine"])
-        self._folder = _own_folder() / str(asked["fleet"]) / self.machine
+        self._folder = own_folder() / str(asked["fleet"]) / self.machine
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._keeper = Keeper()
         self._notices: list[Notice] = []
@@ -150,7 +150,7 @@ _OPERATIONS: dict[Any, Callable[..., dict[str, Any]]] = {
 }
 
 
-def _own_folder() -> Path:
+def own_folder() -> Path:
     """A folder of this user's alone, with a path short enough for sockets."""
     own = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(own) / "hetplan" if own else Path(tempfile.gettempdir()) / f"hetplan-{os.geteuid()}"

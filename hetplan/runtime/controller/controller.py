@@ -136,7 +136,9 @@ class Controller:
         self._tell("controller_started", restarted=self._restarted, machines=len(self.state.machines))
         if self.state.draining:
             self._become(self.state.replace(draining=False))
-        await self._meet_router()
+        if self._restarted:
+            # Whatever the router was told meanwhile, it is told what serves now.
+            self._become(self.state.replace(targets=()))
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -171,15 +173,6 @@ class Controller:
         return standing_still(self._desired, self.state)
 
     # What is seen.
-
-    async def _meet_router(self) -> None:
-        """A router that has been told more than is remembered here is told everything again, under a higher number."""
-        try:
-            _, revision = await self._router.targets()
-        except RouterError:
-            return
-        if revision > self.state.revision or self._restarted:
-            self._become(self.state.replace(revision=max(revision, self.state.revision), targets=()))
 
     async def _look(self) -> None:
         ready = [m for m in self.state.machines if m.phase == "ready" and not m.lost]
@@ -228,10 +221,10 @@ class Controller:
             return
         self._since["router",] = self._clock()
         with contextlib.suppress(RouterError):
-            listed, revision = await self._router.targets()
+            listed, _ = await self._router.targets()
             ours = {(t.address, t.port) for t in self._targets(self.state.targets)}
             if {(t.address, t.port) for t in listed} != ours:
-                self._become(self.state.replace(targets=(), revision=max(revision, self.state.revision)))
+                self._become(self.state.replace(targets=()))
 
     # What is done.
 
@@ -393,13 +386,13 @@ class Controller:
 
     async def _set_targets(self, action: SetTargets) -> None:
         listed = self._targets(action.targets)
-        await self._router.set_targets(listed, action.revision)
+        revision = await self._router.set_targets(listed, grace_s=action.grace_s)
         self._tell(
             "shunt",
-            revision=action.revision,
+            revision=revision,
             targets=[{"pipeline": p, "generation": g} for p, g in action.targets],
         )
-        self._learn(Targeted(action.targets, action.revision))
+        self._learn(Targeted(action.targets, revision))
 
     async def _ask_for_plan(self, why: str) -> None:
         if self._replan is None or self._clock() < self._since.get(("replan",), 0.0) + _REPLAN_EVERY_S:

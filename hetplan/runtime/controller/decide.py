@@ -188,10 +188,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class SetTargets:
-    """Tell the router all of its targets."""
+    """Tell the router all of its targets; streams elsewhere may take the grace to move."""
 
     targets: tuple[tuple[int, int], ...]
-    revision: int
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +208,10 @@ def fold(desired: Desired, state: ControllerState, fact: Fact, now_s: float) -> 
     """The state once a fact is known. A fact about what is no longer listed changes nothing."""
     match fact:
         case Targeted(targets, revision):
-            return state if revision < state.revision else state.replace(targets=targets, revision=revision)
-        case Requested(name) | NoMachine(name) | MachineReady(name) | MachineLost(name) | Noticed(name) | Released(name):
+            return state.replace(targets=targets, revision=revision)
+        case (
+            Requested(name) | NoMachine(name) | MachineReady(name) | MachineLost(name) | Noticed(name) | Released(name)
+        ):
             machine = state.machine(name)
             return state if machine is None else _fold_machine(desired, state, machine, fact, now_s)
         case _:
@@ -240,9 +242,7 @@ def _fold_machine(
             return state
 
 
-def _fold_generation(
-    desired: Desired, state: ControllerState, generation: Generation, fact: Fact
-) -> ControllerState:
+def _fold_generation(desired: Desired, state: ControllerState, generation: Generation, fact: Fact) -> ControllerState:
     match fact:
         case Loaded(_, rank):
             return state.with_generation(generation.replace(loaded=tuple(sorted({*generation.loaded, rank}))))
@@ -392,9 +392,7 @@ def _bind_kind(desired: Desired, state: ControllerState, slot: Slot, offer: str 
     return state
 
 
-def _fill(
-    desired: Desired, state: ControllerState, now_s: float, returned: list[str]
-) -> tuple[ControllerState, bool]:
+def _fill(desired: Desired, state: ControllerState, now_s: float, returned: list[str]) -> tuple[ControllerState, bool]:
     """Machines for what is missing, and cheaper ones in place of others, as the policy says."""
     for slot in desired.slots:
         latest = newest(state, slot.pipeline)
@@ -539,7 +537,9 @@ def actions(desired: Desired, state: ControllerState, now_s: float) -> list[Acti
     wanted = targets(state)
     # At the end the router ends first, by itself.
     if wanted != state.targets and not state.draining:
-        todo.append(SetTargets(wanted, state.revision + 1))
+        replaced = [g for g in state.generations if g.key in state.targets and g.key not in wanted]
+        graces = [_grace_s(desired, state, generation, now_s) for generation in replaced]
+        todo.append(SetTargets(wanted, min([desired.drain_s, *graces])))
     for generation in state.generations:
         if generation.phase == "leaving":
             if generation.failed or state.draining or generation.key not in state.targets:

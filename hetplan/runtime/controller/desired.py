@@ -137,9 +137,7 @@ def desired_of(
     """
     pools = {pool.offer.name: pool for pool in plan.placement.cluster.pools}
     offers = {name: pool.offer for name, pool in pools.items()} | {offer.name: offer for offer in fallbacks}
-    rates = [
-        p.predictions.requests_per_s.value for d in plan.deployments for p in d.pipelines for _ in range(p.count)
-    ]
+    rates = [p.predictions.requests_per_s.value for d in plan.deployments for p in d.pipelines for _ in range(p.count)]
     numbers = sorted({node.pipeline for node in nodes})
     slots = tuple(
         Slot(number, tuple(n.offer for n in sorted(_of(nodes, number), key=lambda n: n.rank)), rate)

@@ -1,4 +1,4 @@
-"""The router as the controller needs it: all of its targets at once, under a number that only grows."""
+"""The router as the controller needs it: all of its targets at once, and which it was told last."""
 
 from __future__ import annotations
 
@@ -32,20 +32,17 @@ class RouterTarget(NamedTuple):
 
 
 class RouterClient(Protocol):
-    """What the controller asks of a router."""
+    """What the controller asks of a router. Both raise `RouterError` where it refuses or is not there."""
 
-    async def set_targets(self, targets: Sequence[RouterTarget], revision: int) -> None:
-        """Have requests sent to these and to no others. Those that are no longer listed take nothing new.
+    async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
+        """Have requests sent to these and, once they serve, to no others; returns the router's revision.
 
-        Raises
-        ------
-        RouterError
-            If it did not take them.
+        Streams of those that are no longer listed are moved within ``grace_s``, or end where they are.
         """
         ...
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
-        """What it sends to, and the revision; raises `RouterError`."""
+        """What it was told to send to, and its revision."""
         ...
 
 
@@ -57,25 +54,21 @@ class HttpRouter:
     url : str
         http or https.
     key : str
-        Its key for notices and targets.
+        Its key for administration.
     """
 
     def __init__(self, url: str, key: str) -> None:
-        self._url, self._key = f"{url.rstrip('/')}/hetplan/targets", key
+        self._url, self._key = f"{url.rstrip('/')}/admin/targets", key
 
-    async def set_targets(self, targets: Sequence[RouterTarget], revision: int) -> None:
-        await to_thread(self._ask, "PUT", {"revision": revision, "targets": [t._asdict() for t in targets]})
+    async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
+        now = await self.targets()
+        # What somebody else has put meanwhile is not overwritten unseen: the controller looks again.
+        body = {"revision": now[1], "grace_s": grace_s, "targets": [target._asdict() for target in targets]}
+        answer = await to_thread(self._ask, "PUT", body if targets else {**body, "drain": True})
+        return _listed(answer)[1]
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
-        found = await to_thread(self._ask, "GET", None)
-        try:
-            listed = tuple(
-                RouterTarget(int(t["pipeline"]), str(t["address"]), int(t["port"]), float(t.get("weight", 1.0)))
-                for t in found["targets"]
-            )
-            return listed, int(found["revision"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RouterError(f"the router's answer makes no sense: {error!r}") from None
+        return _listed(await to_thread(self._ask, "GET", None))
 
     def _ask(self, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
         request = urllib.request.Request(  # noqa: S310 - http or https, checked by the command line
@@ -95,3 +88,15 @@ class HttpRouter:
                 raise RouterError(f"the router answered {error.code}", error.code) from None
         except (OSError, ValueError) as error:
             raise RouterError(f"the router cannot be reached: {error}") from None
+
+
+def _listed(answer: dict[str, Any]) -> tuple[tuple[RouterTarget, ...], int]:
+    try:
+        wanted = tuple(
+            RouterTarget(int(t["pipeline"]), str(t["address"]), int(t["port"]), float(t["weight"]))
+            for t in answer["targets"]
+            if t["wanted"]
+        )
+        return wanted, int(answer["revision"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RouterError(f"the router's answer makes no sense: {error!r}") from None

@@ -100,7 +100,7 @@ class SlotState(Frozen):
 
 
 class ControllerState(Frozen):
-    """All of it. ``targets`` are what the router has confirmed under ``revision``.
+    """All of it. ``targets`` are what the router has confirmed, as its ``revision``.
 
     ``shortages`` are offers that had no machine, and until when (seconds since 1970) they are not asked again.
     """

@@ -1,0 +1,200 @@
+"""The verb that serves a plan and keeps it served. The command line adds it to its own verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetplan.cli_router import write_event
+from hetplan.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from hetplan.runtime.controller.controller import Controller
+    from hetplan.runtime.controller.ray_agents import LoopbackHead
+    from hetplan.runtime.controller.router_process import RouterProcess
+
+Answer = Callable[[Callable[[], Any], bool], None]
+_DRAIN_S = 120.0
+
+
+def add_serve(app: typer.Typer, *, answer: Answer) -> None:
+    """Add this verb to the command line, which lends its way of answering."""
+
+    @app.command()
+    def serve(
+        plan: Annotated[Path, typer.Argument(help="Plan, as `optimize --out` writes it.")],
+        model: Annotated[
+            str | None, typer.Option(help="Path or Hugging Face id that engines load, instead of the model's own.")
+        ] = None,
+        store: Annotated[
+            str | None, typer.Option(help="Shards of the model: engines take their weights from a store.")
+        ] = None,
+        state: Annotated[
+            Path | None, typer.Option(help="Folder for what is remembered; ~/.local/state/hetplan/NAME by default.")
+        ] = None,
+        port: Annotated[int, typer.Option(min=1, max=65_535, help="Where clients ask, on loopback.")] = 8080,
+        policy: Annotated[str, typer.Option(help="What is done about interruptions.")] = "hetplan",
+        first_port: Annotated[int, typer.Option(min=1024, max=30_000, help="First port of the engines.")] = 8000,
+        vllm: Annotated[str, typer.Option(help="The engine's program.")] = "vllm",
+    ) -> None:
+        """Start a plan on machines of this host and keep it served until SIGTERM or Ctrl-C, which drains.
+
+        A controller that was killed goes on when it is started again with the same plan and folder. Events are written
+        on stderr, a JSON object a line.
+        """
+
+        def run() -> None:
+            found = state or _default_state(plan)
+            _serve(plan, model, store, found.absolute(), port, policy, first_port, vllm)
+
+        answer(run, False)
+
+
+def _serve(
+    path: Path,
+    model: str | None,
+    store: str | None,
+    state: Path,
+    port: int,
+    policy_name: str,
+    first_port: int,
+    vllm: str,
+) -> None:
+    try:
+        import aiohttp  # noqa: F401
+        import ray  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise InvalidInputError(f"serve needs {error.name}; pip install 'hetplan[runtime]'") from None
+    from hetplan.catalog.engines import get_engine
+    from hetplan.launchers.stores import shard_source
+    from hetplan.plan import Plan
+    from hetplan.policies import policy
+    from hetplan.runtime.controller.controller import Controller
+    from hetplan.runtime.controller.desired import desired_of
+    from hetplan.runtime.controller.programs import Programs
+    from hetplan.runtime.controller.provider import LocalProvider
+    from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
+    from hetplan.runtime.controller.router_process import RouterProcess
+    from hetplan.verification import verify_plan
+
+    plan = Plan.load(path)
+    violations = verify_plan(plan)
+    if violations:
+        raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
+    away = sorted({pool.offer.name for pool in plan.placement.cluster.pools if pool.offer.provider != "local"})
+    if away:
+        raise InvalidInputError(
+            f"serve starts machines of this host only, and the plan has {away[0]}; plan for local-cpu, or run a "
+            "Controller with the AwsProvider"
+        )
+    engine = plan.placement.engine or get_engine("vllm-0.32")
+    source = shard_source(store, engine)
+    programs = Programs(plan, engine, model=model, source=source, vllm=(*shlex.split(vllm), "serve"))
+    desired = desired_of(
+        plan, programs.all_nodes(), policy(policy_name), stores=source is not None, first_port=first_port
+    )
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_token(state / "token")
+    # Ray reads these when it is imported into each of its processes.
+    os.environ.update(ray_environment(state / "token"))
+    fleet = f"fleet-{hashlib.sha256(str(state).encode()).hexdigest()[:12]}"
+    head = LoopbackHead(_short_folder(fleet), _address(state / "ray-address"))
+    router = RouterProcess(
+        state / "router", plan.placement.model.name, host="127.0.0.1", port=port, key=_key(state / "admin-key")
+    )
+    _start_head(head)
+    agents = RayAgents(head.address, fleet)
+    agents.connect()
+    provider = LocalProvider(head.address, state / "machines")
+    controller = Controller(
+        programs,
+        desired,
+        state,
+        provider=provider,
+        agents=agents,
+        router=router,
+        on_event=write_event,
+    )
+    asyncio.run(_until_drained(controller, router))
+    agents.disconnect()
+    head.end()
+    write_event("ended", {})
+
+
+async def _until_drained(controller: Controller, router: RouterProcess) -> None:
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        write_event("draining", {})
+        await router.end(_DRAIN_S)
+        controller.drain()
+
+    def asked() -> None:
+        # Once: whoever asks again waits for the same end.
+        if not draining:
+            draining.append(asyncio.create_task(drain()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked)
+    await controller.run()
+
+
+def _start_head(head: LoopbackHead) -> None:
+    head.start()
+    port = int(head.address.rpartition(":")[2])
+    end = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        except OSError:
+            if not head.runs() or time.monotonic() > end:
+                raise InvalidInputError(f"Ray did not start: {head.tail()[-500:].strip()}") from None
+            time.sleep(0.2)
+    write_event("ray", {"address": head.address})
+
+
+def _default_state(plan: Path) -> Path:
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "hetplan" / (plan.stem or "plan")
+
+
+def _short_folder(fleet: str) -> Path:
+    """Ray makes sockets in it, whose paths are limited to 107 bytes."""
+    from hetplan.runtime.controller.agent import own_folder
+
+    folder = own_folder() / fleet
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _address(path: Path) -> str:
+    """The head's address: what it was, or a free port of loopback."""
+    if not path.exists():
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            path.write_text(f"127.0.0.1:{listening.getsockname()[1]}", "utf-8")
+    return path.read_text("utf-8").strip()
+
+
+def _key(path: Path) -> str:
+    """The router's key for administration, made once."""
+    given = os.environ.get("HETPLAN_ADMIN_KEY")
+    if given:
+        return given
+    if not path.exists():
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+    return path.read_text("utf-8").strip()
