@@ -7,10 +7,9 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import boto3
+import moto
 import pytest
-
-boto3 = pytest.importorskip("boto3")
-moto = pytest.importorskip("moto")
 from botocore.exceptions import ClientError
 
 from hetplan.catalog.offers import Offer

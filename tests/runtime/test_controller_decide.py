@@ -1,4 +1,4 @@
-"""Whatever happens to machines, engines and the controller itself, every pipeline ends up served once, or says why not."""
+"""Whatever happens to machines, engines and controller, every pipeline ends up served once, or says why not."""
 
 from __future__ import annotations
 

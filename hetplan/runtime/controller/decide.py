@@ -398,19 +398,19 @@ def _fill(desired: Desired, state: ControllerState, now_s: float, returned: list
         latest = newest(state, slot.pipeline)
         # What is not spot stays what it is.
         for rank, name in enumerate(() if latest is None else latest.machines):
-            offer = slot.offers[rank]
-            if name is None and desired.market(offer) == "on_demand" and _can_be_had(desired, state, offer, now_s):
-                state = _bind(desired, state, slot, rank, offer)
+            own = slot.offers[rank]
+            if name is None and desired.market(own) == "on_demand" and _can_be_had(desired, state, own, now_s):
+                state = _bind(desired, state, slot, rank, own)
     lost = [m for m in state.machines if m.lost]
     answer = on_event(desired, state, now_s, lost=lost, returned=[o for o in returned if o in desired.offers])
     state = _exchange(desired, state, answer)
     for request in answer.request_replacements:
         offer = desired.offer_of(request.pool, request.market)
-        slot_ = None if request.pipeline is None else desired.slot(int(request.pipeline))
+        place = None if request.pipeline is None else desired.slot(int(request.pipeline))
         if offer is None:
             continue
-        if slot_ is not None:
-            state = _bind_kind(desired, state, slot_, offer)
+        if place is not None:
+            state = _bind_kind(desired, state, place, offer)
         else:
             named = state.machines_named + 1
             spare = Machine(name=f"m-{named}", offer=offer, spare=True)

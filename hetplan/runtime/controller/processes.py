@@ -84,7 +84,7 @@ class Keeper:
             log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             theirs, ours = os.pipe2(os.O_CLOEXEC)
             try:
-                guard = subprocess.Popen(
+                guard = subprocess.Popen(  # noqa: S603 - a list from the controller, never a shell
                     guarded(argv, log, theirs),
                     env=dict(environment),
                     stdin=subprocess.DEVNULL,
@@ -170,7 +170,7 @@ class Detached:
         command = guarded(argv, self.log, None)
         # In between stands a process that ends at once, so that nobody has to wait for the guard.
         code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
-        subprocess.run(
+        subprocess.run(  # noqa: S603 - as above
             [sys.executable, "-I", "-S", "-c", code, *command],
             env=dict(environment),
             stdin=subprocess.DEVNULL,

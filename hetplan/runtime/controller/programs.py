@@ -1,4 +1,4 @@
-"""What is started where: the plan's engines and stores as argv and environment, for a generation's port and machines."""
+"""What is started where: a plan's engines and stores as argv and environment, for a port and addresses."""
 
 from __future__ import annotations
 

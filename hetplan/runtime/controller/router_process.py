@@ -33,9 +33,12 @@ class RouterProcess:
     def __init__(self, folder: Path, model: str, *, host: str, port: int, key: str) -> None:
         self._folder, self._model, self._host, self._port, self._key = folder, model, host, port, key
         self._process = Detached(folder / "router.log")
+        self._ends = False
         self._http = HttpRouter(f"http://{host}:{port}", key)
 
     async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
+        if self._ends:
+            raise RouterError("the router is being ended")
         if not await self.runs():
             if not targets:
                 return 0
@@ -44,6 +47,8 @@ class RouterProcess:
         return await self._http.set_targets(targets, grace_s=grace_s)
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
+        if self._ends:
+            raise RouterError("the router is being ended")
         if not await self.runs():
             return (), 0
         return await self._http.targets()
@@ -54,6 +59,7 @@ class RouterProcess:
 
     async def end(self, grace_s: float) -> None:
         """Have it take nothing new and end when its streams have, at the latest after the grace."""
+        self._ends = True
         await to_thread(self._process.end, grace_s)
 
     def _start(self, targets: Sequence[RouterTarget]) -> None:
