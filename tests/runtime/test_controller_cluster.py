@@ -53,8 +53,9 @@ class Running:
 
     def generation(self, pipeline: int) -> int:
         """The generation that the router sends to, once nothing else of the pipeline is left."""
-        found = [g for g in self.state()["generations"] if g["pipeline"] == pipeline]
-        return found[0]["generation"] if len(found) == 1 and found[0]["phase"] == "serving" else 0
+        state = self.state()
+        found = [g["generation"] for g in state["generations"] if g["pipeline"] == pipeline]
+        return found[0] if len(found) == 1 and [pipeline, found[0]] in state["targets"] else 0
 
     def machine(self, pipeline: int, rank: int) -> str:
         (found,) = (g for g in self.state()["generations"] if g["pipeline"] == pipeline)

@@ -17,7 +17,6 @@ from typing import Any
 
 from hetplan.errors import HetplanError, InvalidInputError
 from hetplan.plan import Plan
-from hetplan.problem.placement import PlacementProblem
 from hetplan.runtime.controller.decide import (
     Action,
     Await,
@@ -55,7 +54,8 @@ from hetplan.runtime.controller.router import RouterClient, RouterError, RouterT
 from hetplan.runtime.controller.state import ControllerState, Generation, Machine, load, save
 
 OnEvent = Callable[[str, dict[str, Any]], None]
-Replanner = Callable[[PlacementProblem, Plan], Plan | None]
+# Given the plan's problem and the plan.
+Replanner = Callable[[Any, Plan], Plan | None]
 
 _BOOT_S = 900.0
 _START_S = 1800.0

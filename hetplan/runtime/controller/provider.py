@@ -7,6 +7,8 @@ was killed between asking and noting it down asks again.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -14,6 +16,9 @@ from hetplan.catalog.offers import Offer
 from hetplan.errors import HetplanError
 from hetplan.runtime.controller.processes import Detached
 from hetplan.runtime.controller.ray_agents import LOOPBACK, raylet_command, require_token, resource_of
+
+_TRIES, _JOINS_S = 3, 20.0
+_JOINED = "Ray runtime started"
 
 
 class NoMachineError(HetplanError):
@@ -60,14 +65,29 @@ class LocalProvider:
     def __init__(self, address: str, folder: Path) -> None:
         require_token()
         self._address, self._folder = address, folder
+        self._starting = threading.Lock()
 
     def request(self, name: str, offer: Offer) -> None:
+        if self._machine(name).pid() is not None:
+            return
         if offer.provider != "local":
             raise NoMachineError(f"{offer.name} is not on this machine; give its own provider")
         command = raylet_command(
             head=False, address=self._address, resources={resource_of(name): 1.0}, folder=self._folder
         )
-        self._machine(name).start(command, os.environ)
+        machine = self._machine(name)
+        # One at a time: nodes that start together on one host at times wait for the head in vain.
+        with self._starting:
+            for _ in range(_TRIES):
+                before = machine.tail()
+                machine.start(command, os.environ)
+                end = time.monotonic() + _JOINS_S
+                while machine.pid() is not None and time.monotonic() < end:
+                    if _JOINED in machine.tail().removeprefix(before):
+                        return
+                    time.sleep(0.1)
+                machine.end(0.0)
+        raise NoMachineError(f"Ray did not start on this host: {machine.tail()[-300:].strip()}")
 
     def state(self, name: str) -> MachineState:
         machine = self._machine(name)
