@@ -110,8 +110,8 @@ def small_model(environment: Path) -> Path:
 
 
 def large_model(environment: Path) -> Path:
-    """One of 380 million: its weights, 1.5 GB, outweigh what an engine needs besides."""
-    return _random_llama(environment, "large-llama-2", 2048, 5632, 16)
+    """One of 980 million: its weights, 3.9 GB, outweigh what an engine needs besides."""
+    return _random_llama(environment, "large-llama-2", 3072, 10240, 24)
 
 
 def shards_of(environment: Path, model: Path, *degrees: int) -> Path:
