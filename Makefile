@@ -1,7 +1,8 @@
 # make demo   plan Llama-3.1-70B on 24 mixed GPUs, from a real config.json
 # make test   lint, types, all tests, docs
 # make test-vllm  what needs real vLLM: finds or makes its environment in ~/.cache/hetplan
-# make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed
+# make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed;
+#             what two engines on one tensor store take
 # make bench  speed, growth and the figures quoted in docs
 VENV ?= .venv
 PYTHON ?= python3
@@ -43,7 +44,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks
 
 soak: $(VENV)/dev
-	$(BIN)/python -m benchmarks soak
+	$(BIN)/python -m benchmarks soak store
 	$(BIN)/python -m pytest -o addopts= -ra $(NIXL)
 
 clean:
