@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # NIXL keeps a core busy in each engine: with two cores its tests take longer than all others.
 NIXL := tests/vllm/test_kv_transfer_nixl.py
 
-.PHONY: demo test test-vllm lint docs bench soak clean
+.PHONY: demo test test-vllm lint compiled docs bench soak clean
 
 $(BIN)/hetplan: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,8 +30,12 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+compiled: $(BIN)/hetplan
 	$(BIN)/python -m hetplan.precompile
+
+# Lint and types on one core, what is compiled on the other.
+test: $(VENV)/dev
+	$(MAKE) --no-print-directory -j 2 lint compiled
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-vllm: $(VENV)/dev
