@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from conftest import launched, local_plan
-from environment import large_model, shards_of, small_model
+from environment import PATIENT, large_model, shards_of, small_model
 from pairs import run_pair
 from servers import Cluster, complete, stream
 from staging import NodeStore, blocks_at_start, planned_blocks, staged_plan, store_command, total_pss_bytes
@@ -74,7 +74,7 @@ def node(environment: Path, model: Path, shards: Path, tmp_path_factory: pytest.
     out = launch(plan, folder / "staged", model, shards, 8060)
     socket = folder / "s" / "store"
     with NodeStore(socket, store_command(shards, socket)) as store:
-        staged = Cluster(out, environment, {"HETPLAN_STORE": str(socket)})
+        staged = Cluster(out, environment, PATIENT | {"HETPLAN_STORE": str(socket)})
         try:
             staged.start()
             yield Node(store, staged, expected, store.status()["fetched_bytes"])
@@ -88,7 +88,7 @@ def single(
 ) -> Iterator[Cluster]:
     """An engine of one process on the same store."""
     out = launch(staged_plan(model, [(8, 1, 0)]), tmp_path_factory.mktemp("single") / "out", model, shards, 8061)
-    cluster = Cluster(out, environment, {"HETPLAN_STORE": str(node.store.socket)})
+    cluster = Cluster(out, environment, PATIENT | {"HETPLAN_STORE": str(node.store.socket)})
     try:
         cluster.start()
         yield cluster
@@ -200,7 +200,7 @@ def test_a_second_engine_starts_beside_the_first_and_grows_when_it_has_gone(
     plan = staged_plan(model, [(3, 1, 0), (5, 1, 0)], memory_share=0.1, handover_sequences=2)
     out = [launch(plan, tmp_path / f"out-{number}", model, shards, 8066 + number) for number in range(2)]
     socket = tmp_path / "s" / "store"
-    old, new = (Cluster(folder, environment, {"HETPLAN_STORE": str(socket)}) for folder in out)
+    old, new = (Cluster(folder, environment, PATIENT | {"HETPLAN_STORE": str(socket)}) for folder in out)
     with NodeStore.of(out[0], socket) as store:
         budget = store.status()["devices"]["cpu"]["budget_bytes"]
         peak = Peak(store)
