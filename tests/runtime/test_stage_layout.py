@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetplan.runtime import vllm_plugin
 from hetplan.runtime.vllm_plugin.identity import layer_of
 from hetplan.runtime.vllm_plugin.layout import LayoutError, parse_layout
 
@@ -94,3 +95,15 @@ def test_each_rank_has_one_stage_and_each_node_its_ranks(shapes: list[tuple[int,
 )
 def test_the_layer_of_a_tensor_is_in_its_name(name: str, layer: int | None) -> None:
     assert layer_of(name) == layer
+
+
+@pytest.mark.parametrize("version", ["0.33.0", ""])
+def test_the_plugin_refuses_versions_that_it_does_not_know(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where something is asked of it: elsewhere it leaves vLLM alone."""
+    monkeypatch.setattr(vllm_plugin, "installed_version", lambda: version)
+    for name in ("HETPLAN_LAYOUT", "HETPLAN_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    vllm_plugin.register()
+    monkeypatch.setenv("HETPLAN_STORE", "/run/store")
+    with pytest.raises(RuntimeError, match=rf"HETPLAN_STORE need.* knows vLLM 0\.32\.0; found {version or 'none'}"):
+        vllm_plugin.register()
