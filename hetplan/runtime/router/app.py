@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,7 +31,7 @@ from hetplan.runtime.router.fields import Endpoint, RefusedField
 from hetplan.runtime.router.handover import Handover
 from hetplan.runtime.router.journal import Entry, Journal, JournalFullError
 from hetplan.runtime.router.listening import Listener
-from hetplan.runtime.router.membership import Membership, NothingServesError, OutdatedRevisionError
+from hetplan.runtime.router.membership import Membership, NothingServesError, OutdatedRevisionError, TargetsFile
 from hetplan.runtime.router.metrics import Metrics, Table
 from hetplan.runtime.router.openapi import document
 from hetplan.runtime.router.producing import Producer, Run
@@ -135,6 +136,14 @@ class Router:
 
     async def _start(self, _application: web.Application) -> None:
         settings = self.settings
+        journal = Journal(
+            settings.journal_bytes,
+            settings.retention_s,
+            folder=settings.journal_folder,
+            fsync=settings.journal_fsync,
+        )
+        file = None if settings.journal_folder is None else TargetsFile(Path(settings.journal_folder))
+        kept = None if file is None else file.read()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10, keepalive_timeout=_IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -145,18 +154,12 @@ class Router:
         )
         targets = Targets(settings, self._session, self._on_event)
         engines = Engines(settings, self._session, targets)
-        journal = Journal(
-            settings.journal_bytes,
-            settings.retention_s,
-            folder=settings.journal_folder,
-            fsync=settings.journal_fsync,
-        )
         costs = ObservedCosts()
         demand = Demand(lambda query_type: any(route.query_type == query_type for route in targets.routes))
         self._tools = Tools(targets, engines, journal, self.metrics, costs, demand, self._on_event)
         self._producer = Producer(self._tools, settings)
         self._handover = Handover(targets, engines, costs, settings.kv_transfer, self._session)
-        self._membership = Membership(settings, targets, self._handover, self._running_on, self._on_event)
+        self._membership = Membership(settings, targets, self._handover, self._running_on, file, kept, self._on_event)
         self.metrics.gauge("requests_in_flight", "Requests that run or wait", lambda: float(len(self._runs)))
         self.metrics.gauge("journal_bytes", "Bytes of the journal in memory", lambda: float(journal.bytes))
         self.metrics.gauge(

@@ -22,11 +22,11 @@ from hetplan.runtime.router.settings import (
     RouteSettings,
     TargetSet,
     TargetSettings,
+    each_has_its_own_address,
     routes_lead_somewhere,
 )
 from hetplan.runtime.router.targets import Target, Targets
 
-FILE_NAME = "targets.json"
 _MAX_FILE_BYTES = 16 * 2**20
 _LOOK_S = 0.1
 
@@ -48,24 +48,79 @@ class Kept(Frozen):
     leaving: tuple[TargetSettings, ...]
 
 
+class TargetsFile:
+    """The file in a folder that only this user can read, which the journal has seen to.
+
+    Parameters
+    ----------
+    folder : Path
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "targets.json"
+
+    def write(self, kept: Kept) -> None:
+        """Keep a set; what was kept before is there until this is."""
+        fresh = self._path.with_suffix(".fresh")
+        fresh.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(fresh, flags, 0o600), "wb") as file:
+            file.write(kept.model_dump_json().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def read(self) -> Kept | None:
+        """What was kept; None where nothing was.
+
+        Raises
+        ------
+        InvalidInputError
+            If it does not hold what `write` writes, or others can read or write it.
+        """
+        path = self._path
+        next_step = f"Remove {path} to begin with the targets of router.json"
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+                    raise InvalidInputError(f"{path} is not a file of mode 0600 that belongs to this user. {next_step}")
+                content = file.read(_MAX_FILE_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InvalidInputError(f"cannot read {path}: {error.strerror}. {next_step}") from None
+        if len(content) > _MAX_FILE_BYTES:
+            raise InvalidInputError(f"{path} has more than {_MAX_FILE_BYTES} bytes. {next_step}")
+        try:
+            kept = Kept.from_json(content)
+            each_has_its_own_address((*kept.leaving, *kept.wanted.targets))
+        except ValueError as error:
+            raise InvalidInputError(f"{path} does not hold targets: {str(error)[:1000]}. {next_step}") from None
+        return kept
+
+
 class Membership:
     """Which targets there are.
 
     Parameters
     ----------
     settings : RouterSettings
-        With the targets of the start, and the journal's folder, where the last set is kept beside the journal; without
-        one a restarted router begins with its router.json again.
+        With the targets to begin with, where none are kept.
     targets : Targets
     handover : Handover
     running : callable
         The sequences that run on a target.
+    file : TargetsFile, optional
+        Keeps what is put; without one a restarted router begins with its router.json again.
+    kept : Kept, optional
+        What the file holds.
     on_event : callable
-
-    Raises
-    ------
-    InvalidInputError
-        If there is a file that cannot be trusted.
     """
 
     def __init__(
@@ -74,25 +129,28 @@ class Membership:
         targets: Targets,
         handover: Handover,
         running: Callable[[Target], list[Sequence]],
+        file: TargetsFile | None,
+        kept: Kept | None,
         on_event: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._settings, self._targets, self._handover = settings, targets, handover
-        self._running, self._on_event = running, on_event
-        folder = settings.journal_folder
-        self._path = None if folder is None else Path(folder) / FILE_NAME
+        self._running, self._file, self._on_event = running, file, on_event
         self._lock = asyncio.Lock()
         self._leaving: dict[Target, asyncio.Task[None]] = {}
         self.revision = 0
         self._wanted = TargetSet(targets=settings.targets)
-        kept = None if self._path is None else read(self._path)
         if kept is None:
             targets.want(settings.targets, settings.routes)
         else:
             self.revision, self._wanted = kept.revision, kept.wanted
             targets.want((*kept.leaving, *kept.wanted.targets), kept.routes)
             targets.want(kept.wanted.targets, kept.routes)
+            for target in targets.all:
+                if not target.wanted:
+                    # It served when the router went; one that has yet to start would be dropped at once.
+                    target.lost_at = targets.now()
             told = {"revision": kept.revision, "targets": len(kept.wanted.targets), "leaving": len(kept.leaving)}
-            on_event("targets_restored", told | {"instead_of": "router.json", "file": str(self._path)})
+            on_event("targets_restored", told | {"instead_of": "router.json"})
         targets.on_serving = self._settle
         self._settle()
 
@@ -183,53 +241,5 @@ class Membership:
                 self._on_event("targets_not_kept", {"error": type(error).__name__})
 
     async def _keep(self, kept: Kept) -> None:
-        if self._path is not None:
-            await asyncio.to_thread(write, self._path, kept)
-
-
-def write(path: Path, kept: Kept) -> None:
-    """Keep a set; what was kept before is there until this is."""
-    fresh = path.with_suffix(".fresh")
-    fresh.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(fresh, flags, 0o600), "wb") as file:
-        file.write(kept.model_dump_json().encode())
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def read(path: Path) -> Kept | None:
-    """What was kept; None where nothing was.
-
-    Raises
-    ------
-    InvalidInputError
-        If it is no such file, or others can write it.
-    """
-    next_step = f"Remove {path} to begin with the targets of router.json"
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-                raise InvalidInputError(f"{path} is not a file of mode 0600 that belongs to this user. {next_step}")
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror}. {next_step}") from None
-    if len(content) > _MAX_FILE_BYTES:
-        raise InvalidInputError(f"{path} has more than {_MAX_FILE_BYTES} bytes. {next_step}")
-    try:
-        kept = Kept.from_json(content)
-        addresses = [target.url for target in (*kept.leaving, *kept.wanted.targets)]
-        if len(set(addresses)) < len(addresses):
-            raise InvalidInputError("two targets at one address")
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path} does not hold targets: {error}. {next_step}") from None
-    return kept
+        if self._file is not None:
+            await asyncio.to_thread(self._file.write, kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -19,7 +19,7 @@ class Table:
     name: str
     about: str
     labels: tuple[str, ...]
-    rows: list[tuple[tuple[str, ...], float]]
+    rows: Sequence[tuple[tuple[str, ...], float]]
 
 
 class _Tables(Collector):

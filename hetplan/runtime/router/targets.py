@@ -172,8 +172,8 @@ class Targets:
         """Retire those that are not wanted and whose place is taken; returns them.
 
         The place of a target is taken when a wanted one with its number serves, where there is such a one, and a wanted
-        one with its model, where there is such a one; where there is neither, when any wanted one serves. With
-        ``drain`` all that are not wanted are retired.
+        one with its model, where there is such a one; where there is neither, when any wanted one serves. One that has
+        never served has no place. With ``drain`` all that are not wanted are retired.
         """
         retired = []
         wanted = [target for target in self.all if target.wanted]
@@ -185,7 +185,8 @@ class Targets:
                 [heir for heir in wanted if heir.model == target.model],
             ]
             groups = [group for group in groups if group] or [wanted]
-            if drain or all(any(heir.state == "serving" for heir in group) for group in groups):
+            placeless = drain or target.state == "starting"
+            if placeless or all(any(heir.state == "serving" for heir in group) for group in groups):
                 target.retired = True
                 self._leaves(target)
                 retired.append(target)
