@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 BUCKET_S = 5.0
 BUCKETS = 120
@@ -29,7 +30,7 @@ class Sizes:
     __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        self.counts = array("I", bytes(4 * _SIZES))
+        self.counts = np.zeros(_SIZES, np.uint32)
 
     def add(self, tokens: int) -> None:
         """One more of so many tokens."""
@@ -186,10 +187,7 @@ def _line(model: str, query_type: str | None, cells: list[_Cell], covered_s: flo
 
 
 def _p90(sizes: Iterator[Sizes]) -> int | None:
-    counts = [sum(column) for column in zip(*(one.counts for one in sizes), strict=True)]
-    rank, seen = math.ceil(0.9 * sum(counts)), 0
-    for place, count in enumerate(counts):
-        seen += count
-        if count and seen >= rank:
-            return Sizes.longest(place)
-    return None
+    seen = np.cumsum(np.sum([one.counts for one in sizes], axis=0))
+    if not seen[-1]:
+        return None
+    return Sizes.longest(int(np.searchsorted(seen, math.ceil(0.9 * int(seen[-1])))))
