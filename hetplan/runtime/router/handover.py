@@ -129,7 +129,7 @@ class Handover:
             if move == "transfer":
                 sequence.handover = self._sender(target, end)
             else:
-                await self._warm(sequence, heir)
+                await self._warm(sequence, heir, end)
         attempt = sequence.attempt
         if attempt is not None and attempt.target is target:
             attempt.leave("notice")
@@ -143,16 +143,19 @@ class Handover:
         while _runs_on(sequence, leaving):
             tokens = sequence.context_tokens
             left = end - time.monotonic() - _MARGIN_S
-            if left <= 0 and self._targets.candidates(sequence.model, tokens=tokens + 1):
+            if left > 0:
+                # Not to one that leaves next, if there is another.
+                avoid = [target for target in self._targets.all if not target.wanted]
+                heir = self._targets.choose(sequence.model, tokens=tokens + 1, avoid=avoid, paced_tokens=tokens)
+                if heir is not None:
+                    return heir
+            elif self._targets.candidates(sequence.model, tokens=tokens + 1):
                 return None
-            heir = self._targets.choose(sequence.model, tokens=tokens + 1, paced_tokens=tokens) if left > 0 else None
-            if heir is not None:
-                return heir
             await self._targets.change(min(left, 1.0) if left > 0 else 1.0)
         return None
 
-    async def _warm(self, sequence: Sequence, heir: Target) -> None:
-        """Let the next pipeline read the tokens so far while the old one goes on."""
+    async def _warm(self, sequence: Sequence, heir: Target, end: float) -> None:
+        """Let the next pipeline read the tokens so far while the old one goes on, for as long as the grace lasts."""
         if sequence.transport != "completions" or not sequence.continues or not sequence.token_ids:
             return
         tokens = sequence.context_tokens
@@ -164,8 +167,9 @@ class Handover:
             "temperature": 0,
         }
         heir.paced_tokens += tokens
+        timeout_s = min(_WARM_TIMEOUT_S, max(0.0, end - time.monotonic()))
         try:
-            await self._engines.ask(heir, "/v1/completions", body, _WARM_TIMEOUT_S)
+            await self._engines.ask(heir, "/v1/completions", body, timeout_s)
         except (InterruptedAttempt, EngineRefusedError):
             sequence.preferred = None
         finally:
