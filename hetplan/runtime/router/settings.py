@@ -164,7 +164,8 @@ class RouterSettings(Frozen):
     drain_s : float
         After SIGTERM running requests may finish for so long.
     journal_folder : str, optional
-        Keeps the journal on disk too, so that a restarted router goes on; else in memory only.
+        Keeps the journal on disk too, and the targets that were put last, so that a restarted router goes on; else in
+        memory only.
     journal_fsync : bool
         Each entry reaches the disk before it is sent; survives a machine, not only a process.
     journal_bytes, retention_s
