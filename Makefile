@@ -1,7 +1,8 @@
 # make demo   plan Llama-3.1-70B on 24 mixed GPUs, from a real config.json
 # make test   lint, types, all tests, docs
 # make test-vllm  what needs real vLLM: finds or makes its environment in ~/.cache/hetplan
-# make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed
+# make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed;
+#             what two engines on one tensor store take
 # make bench  speed, growth and the figures quoted in docs
 VENV ?= .venv
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 # NIXL keeps a core busy in each engine: with two cores its tests take longer than all others.
 NIXL := tests/vllm/test_kv_transfer_nixl.py
 
-.PHONY: demo test test-vllm lint docs bench soak clean
+.PHONY: demo test test-vllm lint compiled docs bench soak clean
 
 $(BIN)/hetplan: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,8 +30,12 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+compiled: $(BIN)/hetplan
 	$(BIN)/python -m hetplan.precompile
+
+# Lint and types on one core, what is compiled on the other.
+test: $(VENV)/dev
+	$(MAKE) --no-print-directory -j 2 lint compiled
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-vllm: $(VENV)/dev
@@ -43,7 +48,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks
 
 soak: $(VENV)/dev
-	$(BIN)/python -m benchmarks soak
+	$(BIN)/python -m benchmarks soak store
 	$(BIN)/python -m pytest -o addopts= -ra $(NIXL)
 
 clean:

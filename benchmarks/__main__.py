@@ -22,6 +22,7 @@ from benchmarks.predict_then_measure import predict_then_measure
 from benchmarks.router import router
 from benchmarks.simulator import simulator
 from benchmarks.soak import soak
+from benchmarks.store import store
 from hetplan.api import make_problem
 from hetplan.problem.placement import PlacementProblem
 from hetplan.solvers.placement.dp_beam import DpBeam
@@ -157,7 +158,7 @@ def main() -> None:
     planned = (algorithm_1, growth, auto, placement, allocation, predictions, simulator)
     sections = {f.__name__: f for f in (*planned, router, demo)}
     # Only when named: they need vLLM's environment.
-    engines = {f.__name__: f for f in (predict_then_measure, soak)}
+    engines = {f.__name__: f for f in (predict_then_measure, soak, store)}
     for name in sys.argv[1:] or sections:
         (sections | engines)[name]()
 

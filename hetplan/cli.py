@@ -26,7 +26,7 @@ from hetplan.cli_serve import add_serve
 from hetplan.cli_shard import add_shard
 from hetplan.cli_simulate import add_simulate
 from hetplan.cli_store import add_store
-from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError, StoreError
+from hetplan.errors import HetplanError, InfeasibleError, InvalidInputError, NoSolutionError, RouterError, StoreError
 
 app = typer.Typer(
     name="hetplan",
@@ -570,7 +570,7 @@ def _code(error: HetplanError) -> Exit:
         return Exit.INFEASIBLE
     if isinstance(error, NoSolutionError):
         return Exit.NO_SOLUTION
-    return Exit.BAD_INPUT if isinstance(error, InvalidInputError | StoreError) else Exit.OUR_FAULT
+    return Exit.BAD_INPUT if isinstance(error, InvalidInputError | RouterError | StoreError) else Exit.OUR_FAULT
 
 
 def _error_document(error: HetplanError) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def add_router(app: typer.Typer, *, answer: Answer) -> None:
     ) -> None:
         """Serve a plan's pipelines at one OpenAI-compatible address; streams outlive an engine.
 
-        Keys come from the environment: HETPLAN_API_KEY (clients, several with commas), HETPLAN_ADMIN_KEY (notices),
-        VLLM_API_KEY (engines).
+        Keys come from the environment: HETPLAN_API_KEY (clients, several with commas), HETPLAN_ADMIN_KEY (notices,
+        targets, demand), VLLM_API_KEY (engines).
         SIGTERM drains. Events are written on stderr, a JSON object a line.
         """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import os
 import secrets
 import shlex
@@ -71,11 +72,9 @@ def _serve(
     first_port: int,
     vllm: str,
 ) -> None:
-    try:
-        import aiohttp  # noqa: F401
-        import ray  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise InvalidInputError(f"serve needs {error.name}; pip install 'hetplan[runtime]'") from None
+    missing = [name for name in ("ray", "aiohttp") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidInputError(f"serve needs {missing[0]}; pip install 'hetplan[runtime]'")
     from hetplan.catalog.engines import get_engine
     from hetplan.launchers.stores import shard_source
     from hetplan.plan import Plan

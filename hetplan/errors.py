@@ -10,6 +10,7 @@
     |   `-- SchemaVersionError                   a file written for another schema
     |-- InfeasibleError                          no plan can exist; .reasons says why      exit code 3
     |-- NoSolutionError                          none found, none ruled out                exit code 5
+    |-- RouterError                              refused by a router, or it is gone             exit code 2
     `-- StoreError                               refused by a tensor store, or it is gone      exit code 2
 """
 
@@ -26,6 +27,7 @@ __all__ = [
     "InvalidInputError",
     "NoSolutionError",
     "Reason",
+    "RouterError",
     "SchemaVersionError",
     "StoreError",
     "UnknownNameError",
@@ -139,6 +141,17 @@ class InfeasibleError(HetplanError):
 
 class NoSolutionError(HetplanError):
     """The search ended without a plan and without a proof that none exists."""
+
+
+class RouterError(HetplanError):
+    """A router refused what it was asked, or did not answer. ``.status`` is its answer's, None where there was none."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (str(self), self.status))
 
 
 class StoreError(HetplanError):

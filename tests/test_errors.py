@@ -20,6 +20,7 @@ TREE = {
     "SchemaVersionError": "InvalidInputError",
     "InfeasibleError": "HetplanError",
     "NoSolutionError": "HetplanError",
+    "RouterError": "HetplanError",
     "StoreError": "HetplanError",
 }
 EXAMPLES: dict[str, errors.HetplanError] = {
@@ -31,9 +32,10 @@ EXAMPLES: dict[str, errors.HetplanError] = {
     "SchemaVersionError": hp.SchemaVersionError("said"),
     "InfeasibleError": hp.InfeasibleError("said", [hp.Reason("memory", "a model", 756.2, 625.8, "GiB")]),
     "NoSolutionError": hp.NoSolutionError("said"),
+    "RouterError": hp.RouterError("said", 409),
     "StoreError": hp.StoreError("no_room", "said"),
 }
-NOT_THE_CALLERS = ("InfeasibleError", "NoSolutionError", "StoreError")
+NOT_THE_CALLERS = ("InfeasibleError", "NoSolutionError", "RouterError", "StoreError")
 
 
 @pytest.mark.parametrize(("name", "parent"), TREE.items())

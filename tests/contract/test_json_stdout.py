@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,45 @@ from builders import WORKLOAD, verified
 
 import hetplan as hp
 from hetplan import errors
+from hetplan.cli import main
 
 SMALL = ["--model", "llama-3.2-1b", "--machine", "g6.xlarge=1"]
 
 
-def run(*arguments: str | Path) -> tuple[int, str, str]:
+Said = tuple[int, str, str]
+Told = tuple[int, Any, str]
+
+
+def run(*arguments: str | Path) -> Said:
     command = [sys.executable, "-m", "hetplan", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
 
-def run_json(*arguments: str | Path) -> tuple[int, Any, str]:
+def run_json(*arguments: str | Path) -> Told:
     """Exit code, the document on stdout, stderr."""
-    code, out, err = run(*arguments, "--json")
+    return _read(run(*arguments, "--json"))
+
+
+def _read(said: Said) -> Told:
+    code, out, err = said
     return code, json.loads(out, parse_constant=lambda text: pytest.fail(f"{text} is not JSON")), err
+
+
+@pytest.fixture
+def main_json(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Told]:
+    """The same within this process: its file descriptors are read, so that what libraries print is seen as well."""
+
+    def run_main(*arguments: str | Path) -> Told:
+        monkeypatch.setattr(sys, "argv", ["hetplan", *map(str, arguments), "--json"])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return _read((int(left.value.code or 0), out, err))
+
+    return run_main
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +82,8 @@ def test_without_json_stdout_stays_empty(plan_file: Path) -> None:
     assert "req/s" in tables
 
 
-def test_predict() -> None:
-    code, document, tables = run_json("predict", "llama-3.2-1b", "L4")
+def test_predict(main_json: Callable[..., Told]) -> None:
+    code, document, tables = main_json("predict", "llama-3.2-1b", "L4")
     assert code == 0
     assert document["tpot_s"] > 0
     assert "tpot_s" in tables
@@ -78,32 +103,32 @@ def test_verify_a_sound_plan(plan_file: Path, plan: hp.Plan) -> None:
     assert document["bound_confirmed"] == plan.bound
 
 
-def test_violations_exit_4(plan_file: Path, tmp_path: Path) -> None:
+def test_violations_exit_4(plan_file: Path, tmp_path: Path, main_json: Callable[..., Told]) -> None:
     content = json.loads(plan_file.read_text(encoding="utf-8"))
     content["requests_per_s"] *= 2
     tampered = tmp_path / "tampered.json"
     tampered.write_text(json.dumps(content), encoding="utf-8")
-    code, document, said = run_json("verify", tampered)
+    code, document, said = main_json("verify", tampered)
     assert code == 4
     assert {v["code"] for v in document["violations"]} == {"plan_rate_differs"}
     assert document["bound_confirmed"] is None
     assert "requests_per_s" in said
 
 
-def test_bad_input_exits_2() -> None:
-    code, document, _ = run_json("optimize", "--model", "llama-3.1-71b", "--machine", "g6.xlarge=1")
+def test_bad_input_exits_2(main_json: Callable[..., Told]) -> None:
+    code, document, _ = main_json("optimize", "--model", "llama-3.1-71b", "--machine", "g6.xlarge=1")
     assert code == 2
     assert document["error"]["type"] == "UnknownNameError"
     assert "llama-3.1-70b" in document["error"]["message"]
 
 
-def test_an_error_states_a_documented_type() -> None:
-    _, document, _ = run_json("optimize", *SMALL, "--input-tokens", "-1")
+def test_an_error_states_a_documented_type(main_json: Callable[..., Told]) -> None:
+    _, document, _ = main_json("optimize", *SMALL, "--input-tokens", "-1")
     assert document["error"]["type"] in errors.__all__
 
 
-def test_infeasible_exits_3_with_the_shortfall() -> None:
-    code, document, _ = run_json("optimize", "--model", "llama-3.1-405b", "--machine", "g6.xlarge=1")
+def test_infeasible_exits_3_with_the_shortfall(main_json: Callable[..., Told]) -> None:
+    code, document, _ = main_json("optimize", "--model", "llama-3.1-405b", "--machine", "g6.xlarge=1")
     assert code == 3
     (reason,) = document["error"]["reasons"]
     assert (reason["constraint"], reason["unit"]) == ("memory", "GiB")
@@ -127,7 +152,7 @@ def test_a_usage_error_exits_2() -> None:
 @pytest.mark.parametrize(
     "arguments", [["optimize", *SMALL, "--beam-width", "many"], ["predict", "llama-3.2-1b"], ["verify", "--bogus"]]
 )
-def test_a_usage_error_gives_a_document_too(arguments: list[str]) -> None:
-    code, document, _ = run_json(*arguments)
+def test_a_usage_error_gives_a_document_too(arguments: list[str], main_json: Callable[..., Told]) -> None:
+    code, document, _ = main_json(*arguments)
     assert code == 2
     assert document["error"]["message"]

@@ -38,7 +38,7 @@ PLAIN = {
     "utilization", "error_limit", "errors", "error_factor", "slowness", "max_unserved", "weight_scale",
     "delay_spread", "error_spread", "arrival_spread", "stress", "cvar_level", "max_violation_rate", "max_extra_cost",
     # counts, degrees and indices
-    "max_in_flight", "max_choices", "pipeline", "port", "weight",
+    "max_in_flight", "max_choices", "pipeline", "port", "weight", "revision",
     "scenarios", "model", "tier", "machines", "closed", "replicas", "copied", "parts",
     "layer", "rank", "ranks", "pid",
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",

@@ -18,12 +18,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 30
-KEYS = ("HETPLAN_API_KEY", "VLLM_API_KEY")
+KEYS = ("HETPLAN_API_KEY", "HETPLAN_ADMIN_KEY", "VLLM_API_KEY")
 
 
 @contextmanager
 def run_router(
-    folder: Path, ports: Sequence[int], *, api_key: str | None = None, model: str = "tiny", **options: Any
+    folder: Path,
+    ports: Sequence[int],
+    *,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    model: str = "tiny",
+    **options: Any,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A router before engines on this machine, and its port; what it says goes to ``folder / "router.log"``."""
     targets = [
@@ -36,6 +42,7 @@ def run_router(
     command = [sys.executable, "-m", "hetplan", "router", str(config), "--host", "127.0.0.1", "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if name not in KEYS}
     environment |= {"HETPLAN_API_KEY": api_key} if api_key else {}
+    environment |= {"HETPLAN_ADMIN_KEY": admin_key} if admin_key else {}
     log = folder / "router.log"
     with (
         log.open("wb") as said,

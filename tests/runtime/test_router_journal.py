@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,52 @@ def test_one_write_out_serves_all_that_wait(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(run())
     assert 1 <= len(calls) <= 3
     journal.close()
+
+
+def test_a_segment_may_end_while_it_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write-out ends well, and what was said to be on the disk is in the files."""
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 300)
+    written: list[int] = []
+    real = os.fdatasync
+
+    def slow(file: int) -> None:
+        time.sleep(0.002)
+        real(file)
+        written.append(os.fstat(file).st_ino)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    clock = Clock()
+    journal = Journal(2**30, 100.0, folder=tmp_path / "journal", fsync=True, clock=clock)
+
+    async def one(number: int) -> None:
+        entry = opened(journal, f"r{number}")
+        for token in range(20):
+            journal.append(entry, Event(0, [token], "x"))
+            await journal.synced()
+
+    async def aged() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            clock.now += 60.0
+            journal.sweep()
+
+    async def left() -> None:
+        """One who began a write-out and leaves lets the others wait for it."""
+        for number in range(20):
+            asked = asyncio.create_task(one(100 + number))
+            await asyncio.sleep(0.003)
+            asked.cancel()
+
+    async def whole() -> None:
+        await asyncio.gather(*(one(number) for number in range(10)), aged(), left())
+        await asyncio.sleep(0.1)
+
+    asyncio.run(whole())
+    assert journal.disk_errors == 0
+    files = {path.stat().st_ino for path in (tmp_path / "journal").iterdir()}
+    assert files <= set(written)
+    again = on_disk(tmp_path / "journal")
+    for number in range(10):
+        found = again.get(f"r{number}")
+        assert found is not None
+        assert [event.token_ids for event in found.events] == [[token] for token in range(20)]

@@ -35,8 +35,18 @@ Machines = tuple[int, ...]
 # ---- every pipeline
 
 
+_WORTHS: dict[str, dict[Machines, float]] = {}
+
+
 def every_worth(problem: PlacementProblem) -> dict[Machines, float]:
-    """Sets of machines (how many of each pool) -> the most that a pipeline on them is worth."""
+    """Sets of machines (how many of each pool) -> the most that a pipeline on them is worth; tried once a problem."""
+    key = problem.model_dump_json()
+    if key not in _WORTHS:
+        _WORTHS[key] = _tried(problem)
+    return _WORTHS[key]
+
+
+def _tried(problem: PlacementProblem) -> dict[Machines, float]:
     estimator, pools = make_estimator(problem), problem.cluster.pools
     best: dict[Machines, float] = {}
     for order in machine_orders([pool.count for pool in pools]):

@@ -241,9 +241,9 @@ def differences(got: Any, expected: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {got!r} for {expected!r}"
 
 
-async def eight_at_a_time(*tasks: Any) -> list[Any]:
-    """Results of coroutines, eight of which run at any time."""
-    places = asyncio.Semaphore(8)
+async def at_a_time(count: int, *tasks: Any) -> list[Any]:
+    """Results of coroutines, so many of which run at any time."""
+    places = asyncio.Semaphore(count)
 
     async def run(task: Any) -> Any:
         async with places:

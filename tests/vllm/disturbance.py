@@ -232,13 +232,13 @@ def drawn_prompts(seed: int, count: int) -> list[Prompt]:
 class Stand:
     """Two pipelines from a launch folder and a router before them; each can be killed and started again."""
 
-    def __init__(self, environment: Path, model: Path, folder: Path) -> None:
+    def __init__(self, environment: Path, model: Path, folder: Path, variables: dict[str, str]) -> None:
         self.folder, self.model = folder / "out", model.name
         plan = local_plan(model, SPLITS, memory_share=MEMORY_SHARE, in_flight=STREAMS)
         hp.launch(plan, out=self.folder, model=str(model), first_port=FIRST_PORT)
         config = self.folder / "router.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | ROUTER_SETTINGS))
-        self.cluster = Cluster(self.folder, environment)
+        self.cluster = Cluster(self.folder, environment, variables)
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.router: subprocess.Popen[bytes] | None = None
@@ -298,9 +298,9 @@ class Stand:
 
 
 @contextmanager
-def standing(environment: Path, model: Path, folder: Path) -> Iterator[Stand]:
-    """A stand that runs."""
-    stand = Stand(environment, model, folder)
+def standing(environment: Path, model: Path, folder: Path, variables: dict[str, str] | None = None) -> Iterator[Stand]:
+    """A stand that runs, its engines with some variables."""
+    stand = Stand(environment, model, folder, variables or {})
     try:
         stand.start()
         yield stand

@@ -27,6 +27,11 @@ HETPLAN = Path(sys.executable).parent / "hetplan"
 GPUS_A_MACHINE = 4
 
 
+def store_command(shards: Path, socket: Path) -> list[str | Path]:
+    """A store started by hand, with no limit on memory."""
+    return [HETPLAN, "store", "serve", "--socket", socket, "--shards", shards]
+
+
 class StageAsked(NamedTuple):
     """How many layers, on how many processes, on which machine."""
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import aiohttp
 import pytest
 from conftest import local_plan
-from cuts import PATHS, Answered, BreakingNetwork, Cuts, Kind, asked, differences, eight_at_a_time, routed
+from cuts import PATHS, Answered, BreakingNetwork, Cuts, Kind, asked, at_a_time, differences, routed
+from environment import PATIENT
 from servers import Cluster
 
 import hetplan as hp
@@ -23,6 +24,8 @@ from hetplan.runtime.router.requests import taken
 
 MODEL = "tiny-llama-2"
 PORTS = {"plain": 18_411, "parsing": 18_412}
+# Requests that an engine decodes at once: the cuts of an answer, most of them in one batch.
+IN_FLIGHT = 24
 Engine = Literal["plain", "parsing"]
 
 # Of the model's byte tokenizer: single bytes, bytes of é, ü and €, and the three special tokens.
@@ -396,12 +399,11 @@ def ports(environment: Path, model: Path, tmp_path_factory: pytest.TempPathFacto
     )
     wrapper.chmod(0o755)
     clusters = []
-    plan = local_plan(model, [[8]])
+    plan = local_plan(model, [[8]], in_flight=IN_FLIGHT)
     for name, port in PORTS.items():
         hp.launch(plan, out=folder / name, model=str(model), first_port=port)
-        clusters.append(
-            Cluster(folder / name, environment, {"HETPLAN_VLLM": str(wrapper)} if name == "parsing" else {})
-        )
+        variables = {"HETPLAN_VLLM": str(wrapper)} if name == "parsing" else {}
+        clusters.append(Cluster(folder / name, environment, PATIENT | variables))
     try:
         with ThreadPoolExecutor() as threads:
             list(threads.map(Cluster.start, clusters))
@@ -428,7 +430,8 @@ async def _compare(case: Case, endpoint: Endpoint, port: int) -> None:
         # What comes in one piece is one request, and given up when it is lost twice.
         whole = case.engine == "parsing" or work.handling in (Handling.WHOLE, Handling.REPLAYED)
         streams = [False] if work.handling is Handling.WHOLE else [False, True]
-        expected = {stream: await bench.undisturbed(endpoint, body, stream=stream) for stream in streams}
+        answers = await asyncio.gather(*(bench.undisturbed(endpoint, body, stream=stream) for stream in streams))
+        expected = dict(zip(streams, answers, strict=True))
         assert expected[False].status == 200, expected[False].content
         if case.matters:
             await _check_that_it_matters(case, endpoint, bench, expected[False])
@@ -448,7 +451,7 @@ async def _compare(case: Case, endpoint: Endpoint, port: int) -> None:
                 cuts.append((after, "connection" if count % 2 else "error event", True))
                 if 0 < count < tokens - 1:
                     cuts.append(([count, (tokens - count) // 2], "connection", whole or count % 2 == 0))
-        await eight_at_a_time(*(_one(case, endpoint, bench, body, cut, expected[cut[2]]) for cut in cuts))
+        await at_a_time(IN_FLIGHT, *(_one(case, endpoint, bench, body, cut, expected[cut[2]]) for cut in cuts))
 
 
 async def _check_that_it_matters(case: Case, endpoint: Endpoint, bench: Bench, expected: Answered) -> None:

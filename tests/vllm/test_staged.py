@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import launched, local_plan
+from environment import PATIENT
 from servers import Cluster, complete
 from staging import blocks_at_start, planned_blocks, staged_plan
 
@@ -39,7 +40,7 @@ def test_a_staged_pipeline_answers_as_one_process(
     plan = staged_plan(model, LAYOUTS[layout])
     out = tmp_path / "out"
     hp.launch(plan, out=out, model=str(model), first_port=8040)
-    cluster = Cluster(out, environment)
+    cluster = Cluster(out, environment, PATIENT)
     try:
         cluster.start()
         answers = [complete(8040, prompt, TOKENS) for prompt in PROMPTS]
@@ -62,7 +63,7 @@ def test_a_layout_that_cannot_be_run_is_refused_by_name(environment: Path, model
     hp.launch(staged_plan(model, LAYOUTS["2,1-on-one"]), out=out, model=str(model), first_port=8040)
     script = out / "pipeline-1-node-0.sh"
     script.write_text(script.read_text("utf-8").replace('"layers":[3,8]', '"layers":[4,8]'), encoding="utf-8")
-    cluster = Cluster(out, environment)
+    cluster = Cluster(out, environment, PATIENT)
     try:
         cluster.begin()
         assert cluster.head().wait(120) != 0

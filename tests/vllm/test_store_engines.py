@@ -12,21 +12,17 @@ from typing import NamedTuple
 
 import pytest
 from conftest import launched, local_plan
-from environment import large_model, shards_of, small_model
+from environment import PATIENT, large_model, shards_of, small_model
+from pairs import run_pair
 from servers import Cluster, complete, stream
-from staging import HETPLAN, NodeStore, blocks_at_start, planned_blocks, staged_plan, total_pss_bytes, weights_pss_bytes
+from staging import NodeStore, blocks_at_start, planned_blocks, staged_plan, store_command, total_pss_bytes
 
 import hetplan as hp
-from hetplan.runtime.tensor_store.client import connect
 from hetplan.runtime.tensor_store.manifest import Manifest
 from hetplan.units import format_bytes
 
 PROMPTS = [list(range(start, start + 20)) for start in (10, 50, 200, 300)]
 TOKENS = 60
-
-
-def store_command(shards: Path, socket: Path) -> list[str | Path]:
-    return [HETPLAN, "store", "serve", "--socket", socket, "--shards", shards]
 
 
 def manifest_of(shards: Path) -> Manifest:
@@ -78,7 +74,7 @@ def node(environment: Path, model: Path, shards: Path, tmp_path_factory: pytest.
     out = launch(plan, folder / "staged", model, shards, 8060)
     socket = folder / "s" / "store"
     with NodeStore(socket, store_command(shards, socket)) as store:
-        staged = Cluster(out, environment, {"HETPLAN_STORE": str(socket)})
+        staged = Cluster(out, environment, PATIENT | {"HETPLAN_STORE": str(socket)})
         try:
             staged.start()
             yield Node(store, staged, expected, store.status()["fetched_bytes"])
@@ -92,7 +88,7 @@ def single(
 ) -> Iterator[Cluster]:
     """An engine of one process on the same store."""
     out = launch(staged_plan(model, [(8, 1, 0)]), tmp_path_factory.mktemp("single") / "out", model, shards, 8061)
-    cluster = Cluster(out, environment, {"HETPLAN_STORE": str(node.store.socket)})
+    cluster = Cluster(out, environment, PATIENT | {"HETPLAN_STORE": str(node.store.socket)})
     try:
         cluster.start()
         yield cluster
@@ -179,49 +175,6 @@ def test_wrong_shards_are_refused_by_name(
     assert all(said in line for line in refusals)
 
 
-class Pair(NamedTuple):
-    """Two engines of a large model: all their memory, that of the weights, and how long weights took to come."""
-
-    pss_bytes: int
-    weights_pss_bytes: int
-    load_s: list[float]
-
-
-def run_pair(environment: Path, folder: Path, model: Path, shards: Path | None) -> Pair:
-    plan = staged_plan(model, [(8, 1, 0)], memory_share=0.7)
-    clusters, sessions = [], set()
-    socket = folder / "s" / "store"
-    store = None if shards is None else NodeStore(socket, store_command(shards, socket))
-    try:
-        if store is not None:
-            store.start()
-            sessions.add(store.process.pid)  # type: ignore[union-attr]
-            with connect(socket) as loader:
-                loader.load(model=model.name, tensor_parallel=1, ranks=[0], layers=(0, 8), first=True, last=True)
-        for number in range(2):
-            out = launch(plan, folder / f"out-{number}", model, shards, 8064 + number)
-            cluster = Cluster(out, environment, {"HETPLAN_STORE": str(socket)} if store else {})
-            clusters.append(cluster)
-            cluster.begin()
-            sessions |= {process.pid for process in cluster.processes.values()}
-        for cluster in clusters:
-            cluster.wait()
-        for number in range(2):
-            complete(8064 + number, PROMPTS[0], 8, model=model.name)
-        said = r"attached .* MB in ([\d.]+) s" if store else r"Loading weights took ([\d.]+) seconds"
-        logs = [cluster.log("pipeline-1-node-0.sh") for cluster in clusters]
-        return Pair(
-            total_pss_bytes(sessions),
-            weights_pss_bytes(sessions),
-            [float(found) for log in logs for found in re.findall(said, log)],
-        )
-    finally:
-        for cluster in clusters:
-            cluster.stop()
-        if store is not None:
-            store.kill()
-
-
 def test_two_engines_hold_the_weights_once(environment: Path, tmp_path: Path) -> None:
     model = large_model(environment)
     folder = shards_of(environment, model, 1)
@@ -247,7 +200,7 @@ def test_a_second_engine_starts_beside_the_first_and_grows_when_it_has_gone(
     plan = staged_plan(model, [(3, 1, 0), (5, 1, 0)], memory_share=0.1, handover_sequences=2)
     out = [launch(plan, tmp_path / f"out-{number}", model, shards, 8066 + number) for number in range(2)]
     socket = tmp_path / "s" / "store"
-    old, new = (Cluster(folder, environment, {"HETPLAN_STORE": str(socket)}) for folder in out)
+    old, new = (Cluster(folder, environment, PATIENT | {"HETPLAN_STORE": str(socket)}) for folder in out)
     with NodeStore.of(out[0], socket) as store:
         budget = store.status()["devices"]["cpu"]["budget_bytes"]
         peak = Peak(store)
@@ -280,7 +233,8 @@ def test_a_second_engine_starts_beside_the_first_and_grows_when_it_has_gone(
             new.stop()
     print(
         f"\nhand-over: budget {format_bytes(budget)}; accounted at most {format_bytes(peak.accounted_bytes)}; "
-        f"resident, with the processes' own code and libraries, at most {format_bytes(peak.resident_bytes)}"
+        f"resident, with the processes' own code and libraries, at most {format_bytes(peak.resident_bytes)} of "
+        f"{format_bytes(2 * plan.placement.cluster.instance_types[0].gpu.memory_bytes)}"
     )
     assert 0.9 * budget <= peak.accounted_bytes <= budget
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from hetplan.errors import HetplanError, InvalidInputError
+from hetplan.errors import HetplanError, InvalidInputError, RouterError
 from hetplan.plan import Plan
 from hetplan.runtime.controller.decide import (
     Action,
@@ -50,7 +50,7 @@ from hetplan.runtime.controller.desired import Desired
 from hetplan.runtime.controller.programs import Program, Programs
 from hetplan.runtime.controller.provider import MachineProvider, NoMachineError
 from hetplan.runtime.controller.ray_agents import AgentGoneError, Agents
-from hetplan.runtime.controller.router import RouterClient, RouterError, RouterTarget
+from hetplan.runtime.controller.router import RouterClient, RouterTarget
 from hetplan.runtime.controller.state import ControllerState, Generation, Machine, load, save
 
 OnEvent = Callable[[str, dict[str, Any]], None]

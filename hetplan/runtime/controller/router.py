@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-from asyncio import to_thread
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetplan.errors import HetplanError
-
-_TIMEOUT_S = 10.0
-
-
-class RouterError(HetplanError):
-    """The router cannot be reached, or has refused."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        self.status = status
-        super().__init__(message)
+from hetplan.errors import RouterError
+from hetplan.runtime.router.admin import RouterAdmin
+from hetplan.runtime.router.settings import TargetSettings
 
 
 class RouterTarget(NamedTuple):
@@ -58,36 +46,19 @@ class HttpRouter:
     """
 
     def __init__(self, url: str, key: str) -> None:
-        self._url, self._key = f"{url.rstrip('/')}/admin/targets", key
+        self._url, self._key = url, key
 
     async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
-        now = await self.targets()
-        # What somebody else has put meanwhile is not overwritten unseen: the controller looks again.
-        body = {"revision": now[1], "grace_s": grace_s, "targets": [target._asdict() for target in targets]}
-        answer = await to_thread(self._ask, "PUT", body if targets else {**body, "drain": True})
-        return _listed(answer)[1]
+        async with RouterAdmin(self._url, self._key) as router:
+            now = await router.targets()
+            # What somebody else puts meanwhile is not overwritten unseen: the controller looks again.
+            listed = [TargetSettings(**target._asdict()) for target in targets]
+            answer = await router.set_targets(listed, revision=now["revision"], grace_s=grace_s, drain=not listed)
+            return _listed(answer)[1]
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
-        return _listed(await to_thread(self._ask, "GET", None))
-
-    def _ask(self, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        request = urllib.request.Request(  # noqa: S310 - http or https, checked by the command line
-            self._url,
-            None if body is None else json.dumps(body).encode(),
-            {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
-            method=method,
-        )
-        # No proxy: the router is near.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=_TIMEOUT_S) as answer:
-                content: dict[str, Any] = json.load(answer)
-                return content
-        except urllib.error.HTTPError as error:
-            with error:
-                raise RouterError(f"the router answered {error.code}", error.code) from None
-        except (OSError, ValueError) as error:
-            raise RouterError(f"the router cannot be reached: {error}") from None
+        async with RouterAdmin(self._url, self._key) as router:
+            return _listed(await router.targets())
 
 
 def _listed(answer: dict[str, Any]) -> tuple[tuple[RouterTarget, ...], int]:

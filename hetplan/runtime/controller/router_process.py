@@ -9,8 +9,9 @@ from asyncio import sleep, to_thread
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetplan.errors import RouterError
 from hetplan.runtime.controller.processes import Detached
-from hetplan.runtime.controller.router import HttpRouter, RouterError, RouterTarget
+from hetplan.runtime.controller.router import HttpRouter, RouterTarget
 
 _STARTS_S = 30.0
 

@@ -5,31 +5,39 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import re
 import reprlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 
+from hetplan.errors import InvalidInputError
 from hetplan.runtime.recovery import ObservedCosts
 from hetplan.runtime.router.answers import Stream, error_content, whole_answer
+from hetplan.runtime.router.demand import BUCKET_S, MAX_WINDOW_S, Demand, Line
 from hetplan.runtime.router.engine import Engines
 from hetplan.runtime.router.fields import Endpoint, RefusedField
 from hetplan.runtime.router.handover import Handover
 from hetplan.runtime.router.journal import Entry, Journal, JournalFullError
 from hetplan.runtime.router.listening import Listener
-from hetplan.runtime.router.metrics import Metrics
+from hetplan.runtime.router.membership import Membership, NothingServesError, OutdatedRevisionError, TargetsFile
+from hetplan.runtime.router.metrics import Metrics, Table
 from hetplan.runtime.router.openapi import document
 from hetplan.runtime.router.producing import Producer, Run
 from hetplan.runtime.router.requests import taken
-from hetplan.runtime.router.sequence import Tools
-from hetplan.runtime.router.settings import RouterSettings
+from hetplan.runtime.router.sequence import Sequence, Tools
+from hetplan.runtime.router.settings import MAX_ADMIN_BYTES, MAX_GRACE_S, RouterSettings, TargetSet
 from hetplan.runtime.router.targets import Target, Targets
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -40,7 +48,8 @@ _CONNECT_TIMEOUT_S = 5.0
 # vLLM's server closes connections that were idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request sent on one at that
 # moment dies with it, and the engine would be taken for dead.
 _IDLE_CONNECTION_S = 2.0
-_MAX_GRACE_S = 86_400
+_MESSAGE_CHARACTERS = 2000
+_METRICS_WINDOW_S = 60.0
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -73,7 +82,7 @@ class Router:
     api_keys : tuple of str
         Keys that clients may show; without any, no key is asked for.
     admin_key : str, optional
-        Key for notices; without it they are not taken over HTTP.
+        Key for notices, targets and demand; without it they are not open over HTTP.
     engine_key : str, optional
         Key that the engines ask for.
     on_event : callable, optional
@@ -92,7 +101,7 @@ class Router:
         self.settings = settings
         self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._admin_key = None if admin_key is None else hashlib.sha256(admin_key.encode()).digest()
-        self._headers = {} if engine_key is None else {"Authorization": f"Bearer {engine_key}"}
+        self._engine_headers = {} if engine_key is None else {"Authorization": f"Bearer {engine_key}"}
         self._on_event: OnEvent = on_event or (lambda _name, _values: None)
         self.metrics = Metrics()
         self._runs: dict[str, Run] = {}
@@ -107,6 +116,9 @@ class Router:
         application.router.add_post("/v1/completions", self._completions)
         application.router.add_post("/v1/chat/completions", self._chat)
         application.router.add_post("/admin/notices", self._notice)
+        application.router.add_get("/admin/targets", self._targets)
+        application.router.add_put("/admin/targets", self._put_targets)
+        application.router.add_get("/admin/demand", self._demand)
         application.router.add_get("/v1/requests/{request_id}", self._reconnect)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/health", self._health)
@@ -117,39 +129,43 @@ class Router:
         application.on_cleanup.append(self._stop)
         return application
 
+    @property
+    def pipelines(self) -> int:
+        """How many targets there are, once the service has started."""
+        return len(self._tools.targets.all)
+
     async def _start(self, _application: web.Application) -> None:
         settings = self.settings
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10, keepalive_timeout=_IDLE_CONNECTION_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            auto_decompress=False,
-            trust_env=False,
-            read_bufsize=2**20,
-        )
-        targets = Targets(settings, self._session, self._headers, self._on_event)
-        engines = Engines(settings, self._session, self._headers, targets)
         journal = Journal(
             settings.journal_bytes,
             settings.retention_s,
             folder=settings.journal_folder,
             fsync=settings.journal_fsync,
         )
+        file = None if settings.journal_folder is None else TargetsFile(Path(settings.journal_folder))
+        kept = None if file is None else file.read()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=10, keepalive_timeout=_IDLE_CONNECTION_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers=self._engine_headers,
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=2**20,
+        )
+        targets = Targets(settings, self._session, self._on_event)
+        engines = Engines(settings, self._session, targets)
         costs = ObservedCosts()
-        self._tools = Tools(targets, engines, journal, self.metrics, costs, self._on_event)
+        demand = Demand(lambda query_type: any(route.query_type == query_type for route in targets.routes))
+        self._tools = Tools(targets, engines, journal, self.metrics, costs, demand, self._on_event)
         self._producer = Producer(self._tools, settings)
-        self._handover = Handover(targets, engines, costs, settings.kv_transfer, self._session, self._headers)
+        self._handover = Handover(targets, engines, costs, settings.kv_transfer, self._session)
+        self._membership = Membership(settings, targets, self._handover, self._running_on, file, kept, self._on_event)
         self.metrics.gauge("requests_in_flight", "Requests that run or wait", lambda: float(len(self._runs)))
         self.metrics.gauge("journal_bytes", "Bytes of the journal in memory", lambda: float(journal.bytes))
         self.metrics.gauge(
             "journal_disk_errors", "Journal records that did not reach the disk", lambda: float(journal.disk_errors)
         )
-        names = {target.name: target for target in targets.all}
-        self.metrics.pipeline_gauge(
-            "pipeline_healthy", "1 where a pipeline answers", {n: _reader(t, "healthy") for n, t in names.items()}
-        )
-        self.metrics.pipeline_gauge(
-            "pipeline_in_flight", "Requests on a pipeline", {n: _reader(t, "in_flight") for n, t in names.items()}
-        )
+        self.metrics.tables(self._tables)
         targets.start()
         engines.start()
         self._sweeper = asyncio.create_task(self._sweep())
@@ -165,6 +181,7 @@ class Router:
         for producer in producers:
             producer.cancel()
         await asyncio.gather(self._sweeper, *producers, return_exceptions=True)
+        await self._membership.stop()
         await self._handover.stop()
         await self._tools.engines.stop()
         await self._tools.targets.stop()
@@ -221,11 +238,6 @@ class Router:
         except RefusedField as error:
             self.metrics.ended(endpoint, "refused")
             raise _Answer(400, str(error), error.name) from None
-        if len(self._runs) >= self.settings.max_in_flight:
-            self.metrics.ended(endpoint, "too_many")
-            raise _Answer(
-                429, f"{len(self._runs)} requests are in flight, the limit; send it again later", Retry_After="1"
-            )
         query_type = request.headers.get("X-Query-Type")
         if query_type is not None and not _QUERY_TYPE.fullmatch(query_type):
             raise _Answer(400, "X-Query-Type is empty, too long or holds control characters", "X-Query-Type")
@@ -234,6 +246,12 @@ class Router:
         except KeyError:
             known = ", ".join(self._tools.targets.models())
             raise _Answer(404, f"no pipeline serves {work.model!r}; there is {known}", "model") from None
+        planned = self._tools.targets.planned(model)
+        if len(self._runs) >= self.settings.max_in_flight:
+            self._too_many(endpoint, planned, query_type)
+            raise _Answer(
+                429, f"{len(self._runs)} requests are in flight, the limit; send it again later", Retry_After="1"
+            )
         entry = Entry(
             self._request_id(request, endpoint),
             endpoint,
@@ -241,17 +259,24 @@ class Router:
             self._owner(request),
             int(time.time()),
             secrets.randbits(62),
+            query_type,
         )
         try:
             self._tools.journal.open(entry)
         except JournalFullError as error:
-            self.metrics.ended(endpoint, "too_many")
+            self._too_many(endpoint, planned, query_type)
             raise _Answer(429, f"{error}; send it again later", Retry_After="5") from None
         except orjson.JSONEncodeError:
             raise _Answer(400, "the body is nested too deep; send at most 200 levels") from None
+        self._tools.demand.asked(planned, query_type)
         run = self._runs[entry.request_id] = Run(entry, work)
         run.producer = asyncio.create_task(self._producer.produce(run))
         return await self._listen(request, run, 0)
+
+    def _too_many(self, endpoint: Endpoint, model: str, query_type: str | None) -> None:
+        self.metrics.ended(endpoint, "too_many")
+        self._tools.demand.asked(model, query_type)
+        self._tools.demand.rejected(model, query_type)
 
     def _request_id(self, request: web.Request, endpoint: Endpoint) -> str:
         given = request.headers.get("X-Request-Id")
@@ -267,16 +292,20 @@ class Router:
             )
         return given
 
-    async def _body(self, request: web.Request) -> Any:
+    async def _body(self, request: web.Request, max_bytes: int | None = None) -> Any:
         if request.content_type != "application/json":
             raise _Answer(415, f"the body is {request.content_type!r}; send application/json")
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
+                if max_bytes is not None and (request.content_length or 0) > max_bytes:
+                    raise _Answer(413, f"the body has more than {max_bytes} bytes; send less")
                 content = await request.read()
         except TimeoutError:
             raise _Answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s") from None
         except web.RequestPayloadError:
             raise _Answer(400, "the body cannot be read; send it whole, and packed as Content-Encoding says") from None
+        if max_bytes is not None and len(content) > max_bytes:
+            raise _Answer(413, f"the body has more than {max_bytes} bytes; send less")
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
@@ -310,30 +339,138 @@ class Router:
 
     async def _notice(self, request: web.Request) -> web.Response:
         """A pipeline's machine is announced to go: ``{"pipeline": 1, "grace_s": 120}``; null takes the notice back."""
-        body = await self._body(request)
-        number = body.get("pipeline") if isinstance(body, dict) else None
-        targets = [target for target in self._tools.targets.all if target.settings.pipeline == number]
-        if type(number) is not int or not targets:
-            known = sorted(target.settings.pipeline for target in self._tools.targets.all)
+        body = await self._body(request, MAX_ADMIN_BYTES)
+        if not isinstance(body, dict):
+            raise _Answer(400, "the body is no object; send {'pipeline': 1, 'grace_s': 120}")
+        number, address = body.get("pipeline"), body.get("address")
+        there = [target for target in self._tools.targets.all if target.settings.pipeline == number]
+        if type(number) is not int or not there:
+            known = sorted({target.settings.pipeline for target in self._tools.targets.all})
             raise _Answer(400, f"'pipeline' is {reprlib.repr(number)}; there is {known}", "pipeline")
+        meant = [target for target in there if address is None or target.named["address"] == address]
+        if len(meant) != 1:
+            known_addresses = ", ".join(target.named["address"] for target in there)
+            raise _Answer(
+                409 if meant else 400,
+                f"'address' is {reprlib.repr(address)}; pipeline {number} is at {known_addresses}: say which",
+                "address",
+            )
+        target = meant[0]
         grace_s = body.get("grace_s")
         if grace_s is None:
-            targets[0].leaving = False
-            self._tools.targets.freed()
+            self._handover.recall(target)
+            self._tools.targets.stays(target)
             return _json({"pipeline": number, "leaving": False})
-        if type(grace_s) not in (int, float) or not 0 <= grace_s <= _MAX_GRACE_S:
-            raise _Answer(
-                400, f"'grace_s' is {reprlib.repr(grace_s)}; send seconds from 0 to {_MAX_GRACE_S}", "grace_s"
-            )
-        running = [
+        if type(grace_s) not in (int, float) or not 0 <= grace_s <= MAX_GRACE_S:
+            raise _Answer(400, f"'grace_s' is {reprlib.repr(grace_s)}; send seconds from 0 to {MAX_GRACE_S}", "grace_s")
+        self._tools.targets.leaves(target)
+        counts = self._handover.move(target, float(grace_s), self._running_on(target))
+        self._on_event("notice", {**target.named, "grace_s": grace_s, **counts})
+        return _json({"pipeline": number, "leaving": True, **counts})
+
+    def _running_on(self, target: Target) -> list[Sequence]:
+        return [
             sequence
             for run in self._runs.values()
             for sequence in run.sequences
-            if sequence.attempt is not None and sequence.attempt.target is targets[0]
+            if sequence.attempt is not None and sequence.attempt.target is target
         ]
-        counts = self._handover.notice(targets[0], float(grace_s), running)
-        self._on_event("notice", {"pipeline": number, "grace_s": grace_s, **counts})
-        return _json({"pipeline": number, "leaving": True, **counts})
+
+    async def _targets(self, _request: web.Request) -> web.Response:
+        """The targets, and what each is doing."""
+        targets = self._tools.targets
+        content = {
+            "revision": self._membership.revision,
+            "targets": [
+                {
+                    "pipeline": target.settings.pipeline,
+                    "address": target.settings.address,
+                    "port": target.settings.port,
+                    "weight": target.settings.weight,
+                    "model": target.model,
+                    "max_in_flight": target.settings.max_in_flight,
+                    "wanted": target.wanted,
+                    "state": target.state,
+                    "running": target.in_flight,
+                    "since": datetime.fromtimestamp(target.since, UTC).isoformat(timespec="milliseconds"),
+                }
+                for target in targets.all
+            ],
+            "routes": [route.model_dump() for route in targets.routes],
+        }
+        return _json(content)
+
+    async def _put_targets(self, request: web.Request) -> web.Response:
+        """The targets that there are to be from now on."""
+        body = await self._body(request, MAX_ADMIN_BYTES)
+        try:
+            wanted = TargetSet.from_dict(body)
+            # What is on the disk is done as well, also where the one who asked has gone.
+            await asyncio.shield(self._membership.put(wanted))
+        except InvalidInputError as error:
+            raise _Answer(400, str(error)[:_MESSAGE_CHARACTERS]) from None
+        except (OutdatedRevisionError, NothingServesError) as error:
+            raise _Answer(409, str(error)) from None
+        except OSError as error:
+            raise _Answer(500, f"the targets cannot be kept: {error.strerror}; nothing has changed") from None
+        return await self._targets(request)
+
+    async def _demand(self, request: web.Request) -> web.Response:
+        """What is asked for lately, by model and query type."""
+        given = request.query.get("window_s", "60")
+        try:
+            window_s = float(given)
+        except ValueError:
+            window_s = math.nan
+        if not BUCKET_S <= window_s <= MAX_WINDOW_S:
+            raise _Answer(
+                400, f"'window_s' is {given[:32]!r}; send seconds from {BUCKET_S:g} to {MAX_WINDOW_S:g}", "window_s"
+            )
+        covered_s, lines = self._tools.demand.window(window_s)
+        return _json({"window_s": window_s, "covered_s": covered_s, "demand": self._lines(lines)})
+
+    def _lines(self, lines: list[Line]) -> list[dict[str, Any]]:
+        """Lines of the demand, with the requests that are in flight."""
+        in_flight = Counter(
+            self._tools.demand.line_of(self._tools.targets.planned(run.entry.body.get("model")), run.entry.query_type)
+            for run in self._runs.values()
+        )
+        rows = [{**asdict(line), "in_flight": in_flight.pop((line.model, line.query_type), 0)} for line in lines]
+        # Those that came before the window and have not ended in it.
+        return rows + [
+            {**asdict(Line(model, query_type)), "in_flight": count} for (model, query_type), count in in_flight.items()
+        ]
+
+    def _tables(self) -> list[Table]:
+        """What is counted by target, and by model and query type."""
+        targets = self._tools.targets.all
+        labels: list[tuple[str, ...]] = [
+            (f"pipeline-{target.settings.pipeline}", target.named["address"]) for target in targets
+        ]
+        named = ("pipeline", "address")
+
+        def of_targets(name: str, about: str, values: list[float]) -> Table:
+            return Table(f"pipeline_{name}", about, named, list(zip(labels, values, strict=True)))
+
+        rows = self._lines(self._tools.demand.window(_METRICS_WINDOW_S)[1])
+        keys = [(row["model"], row["query_type"] or "") for row in rows]
+
+        def of_demand(field: str, about: str) -> Table:
+            known = [(key, float(row[field])) for key, row in zip(keys, rows, strict=True) if row[field] is not None]
+            return Table(f"demand_{field}", f"{about}, in the last minute", ("model", "query_type"), known)
+
+        return [
+            of_targets("healthy", "1 where a pipeline answers", [float(t.healthy) for t in targets]),
+            of_targets("serving", "1 where new requests are sent", [float(t.state == "serving") for t in targets]),
+            of_targets("in_flight", "Requests on a pipeline", [float(t.in_flight) for t in targets]),
+            of_demand("requests_per_s", "Requests that came in a second"),
+            of_demand("rejected", "Requests without room or a pipeline"),
+            of_demand("in_flight", "Requests that run or wait"),
+            of_demand("mean_input_tokens", "Mean tokens of prompts"),
+            of_demand("mean_output_tokens", "Mean tokens of answers"),
+            of_demand("p90_input_tokens", "Nine in ten prompts have at most so many tokens"),
+            of_demand("p90_output_tokens", "Nine in ten answers have at most so many tokens"),
+        ]
 
     async def _listen(self, request: web.Request, run: Run, held: int) -> web.StreamResponse:
         """Send a client what comes of its request; when it goes, so does the work."""
@@ -414,7 +551,7 @@ class Router:
                 {
                     "pipeline": target.settings.pipeline,
                     "healthy": target.healthy,
-                    "leaving": target.leaving,
+                    "leaving": target.state == "leaving",
                     "in_flight": target.in_flight,
                 }
                 for target in targets
@@ -427,10 +564,6 @@ class Router:
 
     async def _openapi(self, _request: web.Request) -> web.Response:
         return _json(document(authenticated=bool(self._keys)))
-
-
-def _reader(target: Target, name: str) -> Callable[[], float]:
-    return lambda: float(getattr(target, name))
 
 
 def _json(content: Any, status: int = 200) -> web.Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -85,23 +84,12 @@ class Engines:
     ----------
     settings : RouterSettings
     session : aiohttp.ClientSession
-    headers : dict
-        Sent with each request; holds the engines' key, if any.
+        Sends the engines' key, if any, with each request.
     targets : Targets
-    clock : callable
-        Seconds that only grow; the same as the targets'.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        session: aiohttp.ClientSession,
-        headers: dict[str, str],
-        targets: Targets,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings, self._session, self._headers, self._targets = settings, session, headers, targets
-        self._clock = clock
+    def __init__(self, settings: RouterSettings, session: aiohttp.ClientSession, targets: Targets) -> None:
+        self._settings, self._session, self._targets = settings, session, targets
         self._running: set[Attempt] = set()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -117,7 +105,7 @@ class Engines:
 
     def attempt(self, target: Target) -> Attempt:
         """An attempt on a target, to be streamed."""
-        return Attempt(target, self._clock())
+        return Attempt(target, self._targets.now())
 
     async def stream(self, attempt: Attempt, transport: Transport, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Chunks of an attempt until its last, which has a finish reason.
@@ -210,7 +198,7 @@ class Engines:
         return await self._session.post(
             target.url + path,
             data=orjson.dumps(body),
-            headers={**self._headers, "Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"},
             allow_redirects=False,
         )
 
@@ -219,7 +207,7 @@ class Engines:
         settings = self._settings
         while True:
             await asyncio.sleep(min(settings.stall_s, settings.health_timeout_s) / 4)
-            now = self._clock()
+            now = self._targets.now()
             for attempt in list(self._running):
                 target = attempt.target
                 limit = settings.stall_s if target.decoding else settings.first_token_s

@@ -38,7 +38,7 @@ class Handover:
         What prefills and steps were seen to take.
     transfer : KvTransferSettings, optional
         How caches are sent; by default they are not.
-    session, headers
+    session : aiohttp.ClientSession
         For engines that are asked to send.
     """
 
@@ -49,10 +49,8 @@ class Handover:
         costs: ObservedCosts,
         transfer: KvTransferSettings | None,
         session: aiohttp.ClientSession,
-        headers: dict[str, str],
     ) -> None:
-        self._targets, self._engines, self._costs = targets, engines, costs
-        self._session, self._headers = session, headers
+        self._targets, self._engines, self._costs, self._session = targets, engines, costs, session
         self._transfer: KvTransfer | None = None
         self._transfer_cost: TransferCost | None = None
         if transfer is not None:
@@ -67,16 +65,16 @@ class Handover:
                 bytes_per_s=transfer.bytes_per_s,
                 source=transfer.source,
             )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[Target, set[asyncio.Task[None]]] = {}
 
-    def notice(self, target: Target, grace_s: float, sequences: list[Sequence]) -> dict[str, int]:
-        """Take a notice: nothing new goes to the target, and each of its streams is dealt with.
+    def move(self, target: Target, grace_s: float, sequences: list[Sequence]) -> dict[str, int]:
+        """Deal with each stream of a target that leaves. What was told of it before holds no more.
 
         Parameters
         ----------
         target : Target
         grace_s : float
-            Seconds until it may be lost.
+            Seconds until it may be lost. A stream that has nowhere to go stays for longer.
         sequences : list of Sequence
             All that run on it.
 
@@ -85,7 +83,8 @@ class Handover:
         dict of str to int
             How many streams stay, are recomputed and are sent.
         """
-        self._targets.leaves(target)
+        self.recall(target)
+        tasks = self._tasks[target] = set()
         end = time.monotonic() + grace_s
         by_name = {f"{sequence.entry.request_id}/{sequence.choice}": sequence for sequence in sequences}
         running = [
@@ -102,15 +101,21 @@ class Handover:
         for name, choice in choices.items():
             counts[choice.move] += 1
             task = asyncio.create_task(self._move(by_name[name], target, choice, end))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         return counts
+
+    def recall(self, target: Target) -> None:
+        """The target stays: so do its streams that have not moved."""
+        for task in self._tasks.pop(target, ()):
+            task.cancel()
 
     async def stop(self) -> None:
         """Give up what is under way."""
-        for task in list(self._tasks):
+        tasks = [task for moves in self._tasks.values() for task in moves]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _move(self, sequence: Sequence, target: Target, choice: Recovery, end: float) -> None:
         move = choice.move
@@ -119,38 +124,56 @@ class Handover:
             recompute_s = choice.recompute_s or 0.0
             await asyncio.sleep(max(0.0, end - time.monotonic() - _MARGIN_S - recompute_s))
             move = "recompute"
-        if not _runs_on(sequence, target):
-            return
-        if move == "transfer":
-            sequence.handover = self._sender(target, end)
-        else:
-            await self._warm(sequence, target)
+        heir = await self._heir(sequence, target, end)
+        if heir is not None:
+            if move == "transfer":
+                sequence.handover = self._sender(target, end)
+            else:
+                await self._warm(sequence, heir, end)
         attempt = sequence.attempt
         if attempt is not None and attempt.target is target:
             attempt.leave("notice")
 
-    async def _warm(self, sequence: Sequence, leaving: Target) -> None:
-        """Let the next pipeline read the tokens so far while the old one goes on."""
+    async def _heir(self, sequence: Sequence, leaving: Target, end: float) -> Target | None:
+        """The pipeline that takes a stream over, once it has the time; None where the stream ended, or has to go now.
+
+        A stream goes on where it is for as long as no other pipeline could take it, beyond the grace too: while its
+        engine lives that is better than to wait.
+        """
+        while _runs_on(sequence, leaving):
+            tokens = sequence.context_tokens
+            left = end - time.monotonic() - _MARGIN_S
+            if left > 0:
+                # Not to one that leaves next, if there is another.
+                avoid = [target for target in self._targets.all if not target.wanted]
+                heir = self._targets.choose(sequence.model, tokens=tokens + 1, avoid=avoid, paced_tokens=tokens)
+                if heir is not None:
+                    return heir
+            elif self._targets.candidates(sequence.model, tokens=tokens + 1):
+                return None
+            await self._targets.change(min(left, 1.0) if left > 0 else 1.0)
+        return None
+
+    async def _warm(self, sequence: Sequence, heir: Target, end: float) -> None:
+        """Let the next pipeline read the tokens so far while the old one goes on, for as long as the grace lasts."""
         if sequence.transport != "completions" or not sequence.continues or not sequence.token_ids:
             return
         tokens = sequence.context_tokens
-        target = self._targets.choose(sequence.model, tokens=tokens + 1, avoid=(leaving,), paced_tokens=tokens)
-        if target is None or target is leaving:
-            return
-        sequence.preferred = target
+        sequence.preferred = heir
         body = {
-            "model": target.served_model,
+            "model": heir.served_model,
             "prompt": sequence.context(),
             "max_tokens": 1,
             "temperature": 0,
         }
-        target.paced_tokens += tokens
+        heir.paced_tokens += tokens
+        timeout_s = min(_WARM_TIMEOUT_S, max(0.0, end - time.monotonic()))
         try:
-            await self._engines.ask(target, "/v1/completions", body, _WARM_TIMEOUT_S)
+            await self._engines.ask(heir, "/v1/completions", body, timeout_s)
         except (InterruptedAttempt, EngineRefusedError):
             sequence.preferred = None
         finally:
-            target.paced_tokens -= tokens
+            heir.paced_tokens -= tokens
             self._targets.freed()
 
     def _sender(self, source: Target, end: float) -> Any:
@@ -164,7 +187,6 @@ class Handover:
                     ids,
                     model=source.served_model or source.model,
                     timeout_s=max(0.1, end - time.monotonic()),
-                    headers=self._headers,
                 )
             except TransferError:
                 return None, None

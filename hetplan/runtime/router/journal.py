@@ -76,6 +76,7 @@ class Entry:
     owner: str
     created: int
     seed: int
+    query_type: str | None = None
     prompts: list[list[int]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     ended: bool = False
@@ -166,7 +167,8 @@ class Journal:
         JournalFullError
             If there is no room, and nothing that could be forgotten.
         """
-        content = orjson.dumps([entry.request_id, entry.endpoint, entry.body, entry.owner, entry.created, entry.seed])
+        told = [entry.request_id, entry.endpoint, entry.body, entry.owner, entry.created, entry.seed, entry.query_type]
+        content = orjson.dumps(told)
         entry.bytes += 2 * len(content)
         self._make_room(entry.bytes)
         self._entries[entry.request_id] = entry
@@ -211,7 +213,10 @@ class Journal:
     async def synced(self) -> None:
         """Return when everything appended so far is as safe as was asked for."""
         if self._log is not None and self._log.fsync:
-            await self._log.synced()
+            try:
+                await self._log.synced()
+            except OSError:
+                self.disk_errors += 1
 
     def sweep(self) -> None:
         """Forget what is older than the retention."""
@@ -219,7 +224,10 @@ class Journal:
         for entry in [e for e in self._entries.values() if e.request_id not in self._active and e.touched <= limit]:
             self._forget(entry)
         if self._log is not None:
-            self._log.roll_by_age(self._retention_s)
+            try:
+                self._log.roll_by_age(self._retention_s)
+            except OSError:
+                self.disk_errors += 1
 
     def close(self) -> None:
         """Close the files."""
@@ -280,7 +288,7 @@ class SegmentLog:
         self._current = 0
         self._size = 0
         self._started = clock()
-        self._pending_sync: asyncio.Future[None] | None = None
+        self._write_out: asyncio.Future[None] | None = None
         self._written = self._on_disk = 0
 
     def read(self) -> Iterator[tuple[bytes, list[Any]]]:
@@ -310,18 +318,18 @@ class SegmentLog:
         """Return when every record written before this call is on the disk: one write-out serves all who wait."""
         target = self._written
         while self._on_disk < target and self._file is not None:
-            if self._pending_sync is None:
-                loop = asyncio.get_running_loop()
-                self._pending_sync = loop.create_future()
-                upto = self._written
-                try:
-                    await loop.run_in_executor(None, os.fdatasync, self._file)
-                finally:
-                    self._on_disk = max(self._on_disk, upto)
-                    self._pending_sync.set_result(None)
-                    self._pending_sync = None
-            else:
-                await asyncio.shield(self._pending_sync)
+            if self._write_out is None:
+                # A copy, as the segment may be ended meanwhile, and its number be given to another file.
+                self._write_out = asyncio.ensure_future(self._written_out(os.dup(self._file), self._written))
+            # Whoever began it may leave; the others still wait for it.
+            await asyncio.shield(self._write_out)
+
+    async def _written_out(self, file: int, upto: int) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, _sync_and_close, file)
+            self._on_disk = max(self._on_disk, upto)
+        finally:
+            self._write_out = None
 
     def forget(self, request_id: str) -> None:
         """A request is of no more interest; segments that only held such are removed."""
@@ -334,24 +342,23 @@ class SegmentLog:
         """Begin a new segment when the present one is older, so that old content can be removed."""
         if self._file is not None and self._clock() - self._started > age_s:
             number = self._current
-            os.close(self._file)
-            self._file = None
+            self.close()
             self._current = -1
             if not self._segments[number]:
                 self._drop(number)
 
     def close(self) -> None:
-        """Close the present segment."""
+        """End the present segment; what was asked to be on the disk is there then."""
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            file, self._file = self._file, None
+            if self.fsync:
+                _sync_and_close(file)
+                self._on_disk = self._written
+            else:
+                os.close(file)
 
     def _roll(self) -> None:
-        if self._file is not None:
-            if self.fsync:
-                os.fdatasync(self._file)
-            os.close(self._file)
-            self._file = None
+        self.close()
         number = max(self._segments, default=0) + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self._path(number), flags, 0o600)
@@ -393,6 +400,13 @@ def replayed(records: Iterator[tuple[bytes, list[Any]]]) -> list[Entry]:
             error, entry.answer = rest
             entry.ended, entry.error = True, None if error is None else (error[0], error[1])
     return list(entries.values())
+
+
+def _sync_and_close(file: int) -> None:
+    try:
+        os.fdatasync(file)
+    finally:
+        os.close(file)
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, list[Any]]]:

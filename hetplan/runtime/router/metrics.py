@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A gauge with labels: its rows are the labels' values and the gauge's own."""
+
+    name: str
+    about: str
+    labels: tuple[str, ...]
+    rows: Sequence[tuple[tuple[str, ...], float]]
+
+
+class _Tables(Collector):
+    def __init__(self, read: Callable[[], Iterable[Table]]) -> None:
+        self._read = read
+
+    def describe(self) -> list[Metric]:
+        """Nothing yet: there is no target when it is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them as they are now."""
+        for table in self._read():
+            family = GaugeMetricFamily(f"hetplan_router_{table.name}", table.about, labels=table.labels)
+            for labels, value in table.rows:
+                family.add_metric(labels, value)
+            yield family
 
 
 class Metrics:
@@ -44,11 +74,9 @@ class Metrics:
         """A value that is read when it is asked for."""
         Gauge(f"hetplan_router_{name}", about, registry=self.registry).set_function(read)
 
-    def pipeline_gauge(self, name: str, about: str, readers: dict[str, Callable[[], float]]) -> None:
-        """The same for each pipeline."""
-        gauge = Gauge(f"hetplan_router_{name}", about, ["pipeline"], registry=self.registry)
-        for pipeline, read in readers.items():
-            gauge.labels(pipeline).set_function(read)
+    def tables(self, read: Callable[[], Iterable[Table]]) -> None:
+        """Values with labels that come and go, read when they are asked for."""
+        self.registry.register(_Tables(read))
 
     def ended(self, endpoint: str, outcome: str) -> None:
         """A request is over."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hetplan import __version__
+from hetplan.runtime.router.demand import BUCKET_S, MAX_WINDOW_S
 from hetplan.runtime.router.fields import TABLE, Endpoint, Handling
+from hetplan.runtime.router.settings import MAX_GRACE_S, TargetSet
 
 _TYPES: dict[str, dict[str, Any]] = {
     "model": {"type": "string"},
@@ -36,6 +38,15 @@ _TYPES: dict[str, dict[str, Any]] = {
             "required": ["role", "content"],
             "properties": {"role": {"type": "string"}, "content": {"type": "string"}},
         },
+    },
+}
+_NOTICE = {
+    "type": "object",
+    "required": ["pipeline"],
+    "properties": {
+        "pipeline": {"type": "integer", "minimum": 1},
+        "grace_s": {"type": ["number", "null"], "minimum": 0, "maximum": MAX_GRACE_S},
+        "address": {"type": "string", "description": "HOST:PORT, where two engines have one number"},
     },
 }
 _ERROR = {
@@ -77,6 +88,15 @@ def document(*, authenticated: bool) -> dict[str, Any]:
             **more,
         }
 
+    def admin(name: str, body: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        operation = get(name, "application/json", security=[{"admin": []}], **more)
+        if body is not None:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        return operation
+
+    window_s = {"type": "number", "minimum": BUCKET_S, "maximum": MAX_WINDOW_S, "default": 60}
+    target_set = TargetSet.model_json_schema(ref_template="#/components/schemas/{model}")
+    security: dict[str, Any] = {"admin": {"type": "http", "scheme": "bearer", "description": "HETPLAN_ADMIN_KEY"}}
     content: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "hetplan router", "version": __version__},
@@ -96,16 +116,28 @@ def document(*, authenticated: bool) -> dict[str, Any]:
             "/v1/models": {"get": get("models", "application/json")},
             "/health": {"get": get("health", "application/json")},
             "/metrics": {"get": get("metrics", "text/plain")},
+            "/admin/notices": {"post": admin("notice", {"$ref": "#/components/schemas/Notice"})},
+            "/admin/targets": {
+                "get": admin("targets"),
+                "put": admin("set_targets", {"$ref": "#/components/schemas/TargetSet"}),
+            },
+            "/admin/demand": {
+                "get": admin("demand", parameters=[{"name": "window_s", "in": "query", "schema": window_s}])
+            },
         },
         "components": {
             "schemas": {
                 "Completion": _body("completions", "prompt"),
                 "Chat": _body("chat", "messages"),
+                "Notice": _NOTICE,
+                **target_set.pop("$defs"),
+                "TargetSet": target_set,
                 "Error": {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}},
-            }
+            },
+            "securitySchemes": security,
         },
     }
     if authenticated:
-        content["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        security["key"] = {"type": "http", "scheme": "bearer"}
         content["security"] = [{"key": []}]
     return content

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetplan.runtime.router.answers import usage_of
 from hetplan.runtime.router.engine import PATHS, EngineRefusedError, InterruptedAttempt, Transport
 from hetplan.runtime.router.fields import Handling
 from hetplan.runtime.router.journal import Entry
@@ -69,6 +70,13 @@ class Producer:
             # Not what the exception says: it may hold a part of the request.
             self._tools.on_event("failed", {"request_id": entry.request_id, "error": _where(fault)})
         self._tools.metrics.ended(entry.endpoint, outcome)
+        model = self._tools.targets.planned(entry.body.get("model"))
+        if outcome == "ok":
+            used = usage_of(entry) if entry.answer is None else entry.answer.get("usage") or {}
+            counts = [used.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
+            self._tools.demand.ended(model, entry.query_type, *counts)
+        elif outcome == "no_pipeline":
+            self._tools.demand.rejected(model, entry.query_type)
         self._tools.journal.end(entry, error=error, answer=entry.answer)
 
     async def _answer(self, run: Run) -> None:

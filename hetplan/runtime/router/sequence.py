@@ -17,6 +17,7 @@ from hetplan.runtime.router.deltas import (
     limit_top_logprobs,
     shift_offsets,
 )
+from hetplan.runtime.router.demand import Demand
 from hetplan.runtime.router.engine import Attempt, Chunk, Engines, InterruptedAttempt, Transport
 from hetplan.runtime.router.fields import Handling
 from hetplan.runtime.router.journal import Entry, Event, Journal
@@ -54,6 +55,7 @@ class Tools:
     journal: Journal
     metrics: Metrics
     costs: ObservedCosts
+    demand: Demand
     on_event: Callable[[str, dict[str, Any]], None]
 
 

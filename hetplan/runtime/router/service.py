@@ -52,7 +52,7 @@ def serve(
     loop = _event_loop()
     try:
         loop.run_until_complete(_start(runner, listening))
-        on_event("listening", {"host": host, "port": listening.getsockname()[1], "pipelines": len(settings.targets)})
+        on_event("listening", {"host": host, "port": listening.getsockname()[1], "pipelines": router.pipelines})
         # The collector holds up all streams while it looks at everything. What was imported stays, and what the journal
         # holds is no garbage: it looks at the young often and at the old seldom.
         gc.collect()

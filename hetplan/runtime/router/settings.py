@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
@@ -17,6 +17,11 @@ from hetplan.errors import InvalidInputError
 from hetplan.units import MIB
 
 _MAX_FILE_BYTES = 4 * 2**20
+MAX_TARGETS = 4096
+MAX_ROUTES = 4096
+MAX_GRACE_S = 86_400
+# Bodies of what only an administrator may send.
+MAX_ADMIN_BYTES = 4 * MIB
 _VARIABLE = re.compile(r"\$\{([A-Z][A-Z0-9_]{0,127})(?::-([^}]*))?\}")
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -80,6 +85,56 @@ class RouteSettings(Frozen):
     fraction: Annotated[float, Field(ge=0, le=1)]
 
 
+def each_has_its_own_address(targets: Sequence[TargetSettings]) -> None:
+    """Raise `ValueError` where two targets are one engine."""
+    seen: set[str] = set()
+    for target in targets:
+        if target.url in seen:
+            raise ValueError(f"two targets at {target.address}:{target.port}; give each pipeline its own")
+        seen.add(target.url)
+
+
+def routes_lead_somewhere(routes: Sequence[RouteSettings], models: Collection[str]) -> None:
+    """Raise `ValueError` where a route names none of these models, or a query type's routes send nothing anywhere."""
+    totals: dict[str, float] = {}
+    for route in routes:
+        if route.model not in models:
+            raise ValueError(f"a route of {route.query_type!r} names {route.model!r}, which no target serves")
+        totals[route.query_type] = totals.get(route.query_type, 0.0) + route.fraction
+    for kind, total in totals.items():
+        if total <= 0:
+            raise ValueError(f"the routes of {kind!r} send nothing anywhere; give fractions above 0")
+
+
+class TargetSet(Frozen):
+    """The targets that there are to be, as they are put to a running router.
+
+    Attributes
+    ----------
+    targets : tuple of TargetSettings
+        All of them. Others leave, once another has taken their place.
+    routes : tuple of RouteSettings, optional
+        All of them; by default they stay as they are.
+    revision : int, optional
+        The one that this follows; refused where it is not the present one.
+    grace_s : float, optional
+        Streams of a target that leaves are moved within so long, or end there; by default all end there.
+    drain : bool
+        Others leave at once, also where nothing takes their place.
+    """
+
+    targets: Annotated[tuple[TargetSettings, ...], Field(max_length=MAX_TARGETS)]
+    routes: Annotated[tuple[RouteSettings, ...], Field(max_length=MAX_ROUTES)] | None = None
+    revision: Annotated[int, Field(ge=0)] | None = None
+    grace_s: Annotated[float, Field(ge=0, le=MAX_GRACE_S)] | None = None
+    drain: bool = False
+
+    @model_validator(mode="after")
+    def _targets_agree(self) -> Self:
+        each_has_its_own_address(self.targets)
+        return self
+
+
 class RouterSettings(Frozen):
     """Everything the router is told, with its limits.
 
@@ -109,7 +164,8 @@ class RouterSettings(Frozen):
     drain_s : float
         After SIGTERM running requests may finish for so long.
     journal_folder : str, optional
-        Keeps the journal on disk too, so that a restarted router goes on; else in memory only.
+        Keeps the journal on disk too, and the targets that were put last, so that a restarted router goes on; else in
+        memory only.
     journal_fsync : bool
         Each entry reaches the disk before it is sent; survives a machine, not only a process.
     journal_bytes, retention_s
@@ -117,7 +173,7 @@ class RouterSettings(Frozen):
     """
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
-    targets: Annotated[tuple[TargetSettings, ...], Field(min_length=1, max_length=4096)]
+    targets: Annotated[tuple[TargetSettings, ...], Field(min_length=1, max_length=MAX_TARGETS)]
     routes: tuple[RouteSettings, ...] = ()
     kv_transfer: KvTransferSettings | None = None
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**30)] = 16 * MIB
@@ -140,19 +196,8 @@ class RouterSettings(Frozen):
 
     @model_validator(mode="after")
     def _targets_and_routes_agree(self) -> Self:
-        seen: set[tuple[str, int]] = set()
-        for target in self.targets:
-            if (target.address, target.port) in seen:
-                raise ValueError(f"two targets at {target.address}:{target.port}; give each pipeline its own")
-            seen.add((target.address, target.port))
-        models = {self.model_of(target) for target in self.targets}
-        for route in self.routes:
-            if route.model not in models:
-                raise ValueError(f"a route of {route.query_type!r} names {route.model!r}, which no target serves")
-        for kind in {route.query_type for route in self.routes}:
-            total = sum(route.fraction for route in self.routes if route.query_type == kind)
-            if total <= 0:
-                raise ValueError(f"the routes of {kind!r} send nothing anywhere; give fractions above 0")
+        each_has_its_own_address(self.targets)
+        routes_lead_somewhere(self.routes, {self.model_of(target) for target in self.targets})
         return self
 
     def model_of(self, target: TargetSettings) -> str:

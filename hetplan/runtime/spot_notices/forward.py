@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hetplan.errors import InvalidInputError
+from hetplan.errors import InvalidInputError, RouterError
 from hetplan.runtime.spot_notices import Notice, Watcher, make_watcher
 
 _TIMEOUT_S = 5.0
@@ -69,27 +69,19 @@ async def _tell(
     notice: Notice, pipeline: int, router: str, key: str, sleep: Callable[[float], Awaitable[None]]
 ) -> str | None:
     """Tell the router until it answers; returns why not, if it never does."""
-    import aiohttp
+    from hetplan.runtime.router.admin import RouterAdmin
 
     left, reason = notice.grace_s, ""
     spent = 0.0
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), trust_env=False) as session:
+    async with RouterAdmin(router, key, timeout_s=_TIMEOUT_S) as admin:
         while spent <= max(notice.grace_s, _LEAST_TRIES_S):
-            body = {"pipeline": pipeline, "grace_s": max(0.0, left)}
             try:
-                async with session.post(
-                    f"{router}/admin/notices",
-                    json=body,
-                    headers={"Authorization": f"Bearer {key}"},
-                    allow_redirects=False,
-                ) as reply:
-                    if reply.status == 200:
-                        return None
-                    reason = f"the router answered {reply.status}"
-                    if 400 <= reply.status < 500:
-                        return reason
-            except (aiohttp.ClientError, TimeoutError) as error:
-                reason = f"the router did not answer: {type(error).__name__}"
+                await admin.notice(pipeline, max(0.0, left))
+                return None
+            except RouterError as error:
+                reason = str(error)
+                if error.status is not None and 400 <= error.status < 500:
+                    return reason
             await sleep(_RETRY_S)
             spent += _RETRY_S
             left -= _RETRY_S

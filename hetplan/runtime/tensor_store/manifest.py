@@ -216,6 +216,8 @@ class Manifest(Frozen):
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+                # As any file of the folder: a web server may read it.
+                Path(file.name).chmod(0o644)
                 Path(file.name).replace(path)
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)

@@ -73,6 +73,8 @@ class Chains:
         self.layer_count = problem.model.layer_count
         self.option = {(option.pool, option.degree): o for o, option in enumerate(options)}
         self.grid = np.unique(np.geomspace(1, self.tables.max_batch, _BATCHES_TRIED).astype(np.int64))
+        # (Option, groups, share of the memory for weights) -> requests/s by layers held.
+        self.rates: dict[tuple[int, int, float], tuple[float, ...]] = {}
         self._steps = estimator.decode_steps(problem.workload.mean_output_tokens)
 
     def counts(self, cuts: IntArray) -> IntArray:

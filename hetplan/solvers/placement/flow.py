@@ -52,12 +52,17 @@ def nodes_of(chains: Chains, allowed: MachineSet, left: Sequence[int], weight_sh
     for pool in sorted(allowed.gpus):
         degree = max(allowed.degrees[pool])
         groups = allowed.gpus[pool] // degree
-        rates = tuple(
-            _rate(chains, chains.option[pool, degree], groups, k, weight_share) for k in range(chains.layer_count + 1)
-        )
-        node = Node(pool, degree, groups, rates)
+        node = Node(pool, degree, groups, _rates(chains, chains.option[pool, degree], groups, weight_share))
         nodes += [node] * left[pool] if node.most else []
     return nodes
+
+
+def _rates(chains: Chains, option: int, groups: int, weight_share: float) -> tuple[float, ...]:
+    """By the number of layers held; asked for in every round, and the same in each."""
+    key = (option, groups, weight_share)
+    if key not in chains.rates:
+        chains.rates[key] = tuple(_rate(chains, option, groups, k, weight_share) for k in range(chains.layer_count + 1))
+    return chains.rates[key]
 
 
 def _rate(chains: Chains, option: int, groups: int, layers: int, weight_share: float) -> float:

@@ -152,6 +152,7 @@ class _Run:
         self.left = list(self.whole)
         self.flow: float | None = None
         self._known: dict[tuple[int, tuple[int, ...]], _Pipeline | None] = {}
+        self._solved: dict[tuple[Node, ...], tuple[float, list[Placed]]] = {}
 
     def _whole(self, allowed: MachineSet) -> bool:
         """Whether some machine is as few groups as the model allows: always so where degrees may differ."""
@@ -198,14 +199,18 @@ class _Run:
         return []
 
     def _placed(self, nodes: Sequence[Node]) -> list[Placed]:
-        flow, placed = place(
-            self.chains,
-            nodes,
-            start=even_placement(nodes, self.chains.layer_count),
-            time_limit_s=(self.deadline - time.monotonic()) * _SHARE_OF_TIME,
-            max_nodes=self.solver.max_nodes,
-            seed=self.seed,
-        )
+        # A round that takes no machine of a set leaves its program as it was.
+        key = tuple(nodes)
+        if key not in self._solved:
+            self._solved[key] = place(
+                self.chains,
+                nodes,
+                start=even_placement(nodes, self.chains.layer_count),
+                time_limit_s=(self.deadline - time.monotonic()) * _SHARE_OF_TIME,
+                max_nodes=self.solver.max_nodes,
+                seed=self.seed,
+            )
+        flow, placed = self._solved[key]
         if placed and self.left == self.whole:
             self.flow = max(flow, self.flow or 0.0)
         return placed
