@@ -164,7 +164,7 @@ class World:
             if not todo and self.now_s > 0:
                 before = self.state
                 self.now_s += 61
-                if not self.todo() and self.state.shortages == before.shortages == ():
+                if not self.todo() and self.state.short_until_s == before.short_until_s == ():
                     return
                 continue
             for action in todo:

@@ -287,6 +287,7 @@ class Controller:
                 return self._ask_for_plan(why)
 
     async def _rent(self, action: Rent) -> None:
+        self._since.setdefault(("boot", action.machine), self._clock())
         self._tell("renting", machine=action.machine, offer=action.offer)
         try:
             await asyncio.to_thread(self._provider.request, action.machine, self._desired.offers[action.offer])

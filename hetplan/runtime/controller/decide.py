@@ -226,8 +226,8 @@ def _fold_machine(
         case Requested() if machine.phase == "wanted":
             return state.with_machine(machine.replace(phase="booting"))
         case NoMachine(_, why):
-            others = tuple(s for s in state.shortages if s[0] != machine.offer)
-            state = state.replace(shortages=(*others, (machine.offer, now_s + desired.retry_s)))
+            others = tuple(s for s in state.short_until_s if s[0] != machine.offer)
+            state = state.replace(short_until_s=(*others, (machine.offer, now_s + desired.retry_s)))
             return state.with_machine(machine.replace(lost=True, why=why))
         case MachineReady(_, address) if machine.phase in ("wanted", "booting"):
             return state.with_machine(machine.replace(phase="ready", address=address))
@@ -268,8 +268,8 @@ def _fold_generation(desired: Desired, state: ControllerState, generation: Gener
 
 def advance(desired: Desired, state: ControllerState, now_s: float) -> tuple[ControllerState, tuple[Replan, ...]]:
     """What the state should become, and whether another plan is asked for. Applied twice it changes nothing more."""
-    returned = [offer for offer, until_s in state.shortages if until_s <= now_s]
-    state = state.replace(shortages=tuple(s for s in state.shortages if s[1] > now_s))
+    returned = [offer for offer, until_s in state.short_until_s if until_s <= now_s]
+    state = state.replace(short_until_s=tuple(s for s in state.short_until_s if s[1] > now_s))
     state = _cancel_exchanges(_part_with_what_is_lost(state))
     replan = False
     if not state.draining:

@@ -90,7 +90,7 @@ class Desired:
         """Where machines can be rented now."""
         # One that is going makes room for the one that takes its place.
         held = Counter(m.offer for m in state.machines if m.stays)
-        short = {offer for offer, until_s in state.shortages if until_s > now_s}
+        short = {offer for offer, until_s in state.short_until_s if until_s > now_s}
         views = {}
         for pool in dict.fromkeys(map(self.pool, self.offers)):
             spot, on_demand = self.offer_of(pool, "spot"), self.offer_of(pool, "on_demand")

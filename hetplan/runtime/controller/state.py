@@ -102,7 +102,7 @@ class SlotState(Frozen):
 class ControllerState(Frozen):
     """All of it. ``targets`` are what the router has confirmed, as its ``revision``.
 
-    ``shortages`` are offers that had no machine, and until when (seconds since 1970) they are not asked again.
+    ``short_until_s`` names offers that had no machine, and until when (seconds since 1970) they are not asked again.
     """
 
     schema_name: Literal["hetplan.controller/1"] = "hetplan.controller/1"
@@ -114,7 +114,7 @@ class ControllerState(Frozen):
     revision: Annotated[int, Field(ge=0)] = 0
     machines_named: Annotated[int, Field(ge=0)] = 0
     ports_used: Annotated[int, Field(ge=0)] = 0
-    shortages: tuple[tuple[str, float], ...] = ()
+    short_until_s: tuple[tuple[str, float], ...] = ()
     draining: bool = False
 
     def machine(self, name: str) -> Machine | None:
