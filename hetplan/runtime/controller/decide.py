@@ -267,7 +267,10 @@ def _fold_generation(desired: Desired, state: ControllerState, generation: Gener
 
 
 def advance(desired: Desired, state: ControllerState, now_s: float) -> tuple[ControllerState, tuple[Replan, ...]]:
-    """What the state should become, and whether another plan is asked for. Applied twice it changes nothing more."""
+    """What the state should become, and whether another plan is asked for.
+
+    A policy may answer its own orders with others, so it comes to rest after a few applications, not after one.
+    """
     returned = [offer for offer, until_s in state.short_until_s if until_s <= now_s]
     state = state.replace(short_until_s=tuple(s for s in state.short_until_s if s[1] > now_s))
     state = _cancel_exchanges(_part_with_what_is_lost(state))
