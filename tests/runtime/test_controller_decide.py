@@ -84,6 +84,7 @@ class World:
     engines: dict[tuple[int, int], str] = field(default_factory=dict)
     router: tuple[tuple[int, int], ...] = ()
     released: Counter[str] = field(default_factory=Counter)
+    confirmed: set[tuple[int, int]] = field(default_factory=set)
     broken: bool = False
 
     def todo(self) -> list[Action]:
@@ -141,6 +142,7 @@ class World:
             case SetTargets(new, _):
                 assert all(self.engines.get(key) == "healthy" or not self.whole(key) for key in new)
                 self.router = new
+                self.confirmed |= set(new)
                 self.learn(Targeted(new, self.state.revision + 1))
 
     def generation(self, key: tuple[int, int]):
@@ -150,7 +152,7 @@ class World:
         return all(self.alive.get(name) for name in self.generation(key).machines) and key in self.engines
 
     def may_end(self, key: tuple[int, int]) -> None:
-        """A generation that answers is ended only when the router has another of its pipeline."""
+        """A generation that answers is ended only when the router has had a newer one of its pipeline."""
         if self.engines.get(key) != "healthy" or not self.whole(key) or self.state.draining:
             return
         assert key not in self.router
@@ -158,7 +160,8 @@ class World:
         if key[0] not in wanted:
             assert wanted <= {pipeline for pipeline, _ in self.router}
             return
-        others = [k for k in self.router if k[0] == key[0] and k[1] > key[1]]
+        # It may have failed since: what has begun to end is not taken back.
+        others = [k for k in self.confirmed if k[0] == key[0] and k[1] > key[1]]
         assert others or self.generation(key).failed, f"the only generation of pipeline {key[0]} is ended"
 
     def settle(self, rounds: int = 80) -> None:
