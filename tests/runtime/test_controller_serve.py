@@ -8,19 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import hetplan as hp
+from hetplan.cli import app
 
 
 def serve(*words: str | Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "hetplan", "serve", *words], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "hetplan", "serve", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 2
     return " ".join(done.stderr.split())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 def test_a_plan_of_other_machines_is_refused_before_anything_starts(tmp_path: Path) -> None:
     plan = hp.optimize(
         model="llama-3.1-8b", cluster={"g6.12xlarge": 1}, workload=hp.Workload(input_tokens=763, output_tokens=232)
@@ -31,6 +36,8 @@ def test_a_plan_of_other_machines_is_refused_before_anything_starts(tmp_path: Pa
     assert not (tmp_path / "state").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="for installations without ray")
-def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
-    assert "hetplan[runtime]" in serve(tmp_path / "plan.json")
+def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["serve", str(tmp_path / "plan.json")])
+    assert done.exit_code == 2
+    assert "hetplan[runtime]" in done.output

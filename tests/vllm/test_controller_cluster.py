@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 from controller_cluster import FileRouter, end_machines, free_port, prepare, wait_for
 
-pytest.importorskip("ray")
 from hetplan.errors import InvalidInputError
 from hetplan.runtime.controller.processes import Detached
 from hetplan.runtime.controller.ray_agents import RayAgents, ray_environment, require_token
 
-pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("controller_cluster.py")
 
 
