@@ -557,7 +557,7 @@ def _answer(run: Callable[[], Any], as_json: bool) -> None:
 
 add_simulate(app, answer=_answer, console=_console)
 add_router(app, answer=_answer)
-add_serve(app, answer=_answer)
+add_serve(app, answer=_answer, console=_console)
 add_store(app, answer=_answer, console=_console)
 add_shard(app, answer=_answer, console=_console)
 add_compare(app, answer=_answer, console=_console)

@@ -1,4 +1,4 @@
-"""The verb that serves a plan and keeps it served. The command line adds it to its own verbs."""
+"""The verbs that serve a plan and say how it goes. The command line adds them to its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ from hetplan.cli_router import write_event
 from hetplan.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from rich.console import Console, Group
+
     from hetplan.runtime.controller.controller import Controller
     from hetplan.runtime.controller.ray_agents import LoopbackHead
     from hetplan.runtime.controller.router_process import RouterProcess
@@ -29,8 +32,8 @@ Answer = Callable[[Callable[[], Any], bool], None]
 _DRAIN_S = 120.0
 
 
-def add_serve(app: typer.Typer, *, answer: Answer) -> None:
-    """Add this verb to the command line, which lends its way of answering."""
+def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
+    """Add these verbs to the command line, which lends its way of answering."""
 
     @app.command()
     def serve(
@@ -61,6 +64,80 @@ def add_serve(app: typer.Typer, *, answer: Answer) -> None:
 
         answer(run, False)
 
+    @app.command()
+    def status(
+        state: Annotated[Path, typer.Argument(help="Folder of `hetplan serve --state`.")],
+        watch: Annotated[float, typer.Option(min=0, help="Look again every so many seconds; 0 looks once.")] = 0.0,
+        as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout.")] = False,
+    ) -> None:
+        """What is served: pipelines and their stages, machines and their notices, streams in flight, demand.
+
+        HETPLAN_ADMIN_KEY is the router's key, where it is not the one in the folder.
+        """
+
+        def run() -> dict[str, Any]:
+            from rich.live import Live
+
+            from hetplan.runtime.controller.status import read_status
+
+            key = os.environ.get("HETPLAN_ADMIN_KEY")
+            found = asyncio.run(read_status(state, key))
+            if watch <= 0 or as_json:
+                console.print(_status_view(found))
+                return found
+            with Live(_status_view(found), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(watch)
+                    found = asyncio.run(read_status(state, key))
+                    live.update(_status_view(found), refresh=True)
+            return found
+
+        answer(run, as_json)
+
+
+def _status_view(found: dict[str, Any]) -> Group:
+    """Tables of what `read_status` says."""
+    from rich.console import Group
+    from rich.table import Table
+
+    router = found["router"]
+    said = f"router {router['url']}" if router["answers"] else f"the router does not answer: {router['why']}"
+    pipelines = Table("pipeline", "engines", "router", "in flight", "stages", title=f"{found['model']}, {said}")
+    for one in found["pipelines"]:
+        stages = ", ".join(
+            f"{s['layers'][0]}-{s['layers'][1] - 1} TP{s['tensor_parallel']} {s['machine'] or 'no machine'}"
+            + ("" if s["weights"] else " (no weights yet)")
+            for s in one["stages"]
+        )
+        number = str(one["pipeline"]) + ("" if one["generation"] is None else f".{one['generation']}")
+        phase = one["phase"] + (f": {one['why']}" if one["why"] else "")
+        running = one.get("running")
+        pipelines.add_row(
+            number, phase, one.get("router") or "-", "-" if running is None else str(running), stages or "-"
+        )
+    machines = Table("machine", "offer", "state", "address", "taken in")
+    for one in found["machines"]:
+        left = one["taken_in_s"]
+        phase = one["phase"] + (f": {one['why']}" if one["why"] else "")
+        machines.add_row(
+            one["machine"], one["offer"], phase, one["address"] or "-", "-" if left is None else f"{left:.0f} s"
+        )
+    tables = [pipelines, machines]
+    if found["demand"]:
+        demand = Table("query type", "requests/s", "in flight", "mean input", "mean output")
+        for line in found["demand"]:
+            demand.add_row(
+                line["query_type"] or "-",
+                f"{line['requests_per_s']:.2f}",
+                str(line["in_flight"]),
+                *(
+                    "-" if line[name] is None else f"{line[name]:.0f}"
+                    for name in ("mean_input_tokens", "mean_output_tokens")
+                ),
+            )
+        tables.append(demand)
+    return Group(*tables)
+
 
 def _serve(
     path: Path,
@@ -85,6 +162,7 @@ def _serve(
     from hetplan.runtime.controller.provider import LocalProvider
     from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
     from hetplan.runtime.controller.router_process import RouterProcess
+    from hetplan.runtime.controller.status import KEY, PLAN, say_router
     from hetplan.verification import verify_plan
 
     plan = Plan.load(path)
@@ -104,13 +182,15 @@ def _serve(
         plan, programs.all_nodes(), policy(policy_name), stores=source is not None, first_port=first_port
     )
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    plan.save(state / PLAN)
+    say_router(state, f"http://127.0.0.1:{port}")
     make_token(state / "token")
     # Ray reads these when it is imported into each of its processes.
     os.environ.update(ray_environment(state / "token"))
     fleet = f"fleet-{hashlib.sha256(str(state).encode()).hexdigest()[:12]}"
     head = LoopbackHead(_short_folder(fleet), _address(state / "ray-address"))
     router = RouterProcess(
-        state / "router", plan.placement.model.name, host="127.0.0.1", port=port, key=_key(state / "admin-key")
+        state / "router", plan.placement.model.name, host="127.0.0.1", port=port, key=_key(state / KEY)
     )
     _start_head(head)
     agents = RayAgents(head.address, fleet)
