@@ -41,9 +41,14 @@ class StageAsked(NamedTuple):
 
 
 def staged_plan(
-    model: Path, stages: Sequence[tuple[int, int, int]], *, memory_share: float = 0.25, handover_sequences: int = 0
+    model: Path,
+    stages: Sequence[tuple[int, int, int]],
+    *,
+    memory_share: float = 0.25,
+    handover_sequences: int = 0,
+    spot: bool = False,
 ) -> hp.Plan:
-    """One pipeline of stages (layers, degree, machine) on local machines of four processes each."""
+    """One pipeline of stages (layers, degree, machine) on local machines of four processes each, owned or spot."""
     asked = [StageAsked(*stage) for stage in stages]
     machines = asked[-1].node + 1
     problem = make_problem(
@@ -62,6 +67,10 @@ def staged_plan(
     )
     machine = problem.cluster.instance_types[0].replace(gpu_count=GPUS_A_MACHINE)
     problem = problem.replace(cluster=problem.cluster.replace(instance_types=(machine,)))
+    if spot:
+        (pool,) = problem.cluster.pools
+        offer = pool.offer.replace(market="spot", price_usd_per_hour=0.1, notice_s=120.0)
+        problem = problem.replace(cluster=problem.cluster.replace(pools=(pool.replace(offer=offer),)))
     estimator = make_estimator(problem)
     ends = [sum(stage.layers for stage in asked[: i + 1]) for i in range(len(asked))]
     shapes = tuple(
