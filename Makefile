@@ -2,13 +2,14 @@
 # make test   lint, types, all tests, docs
 # make test-vllm  what needs real vLLM: finds or makes its environment in ~/.cache/hetplan
 # make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed;
-#             what two engines on one tensor store take
+#             machines that go under a controller; what two engines on one tensor store take
 # make bench  speed, growth and the figures quoted in docs
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# NIXL keeps a core busy in each engine: with two cores its tests take longer than all others.
-NIXL := tests/vllm/test_kv_transfer_nixl.py
+# By `make soak` only. NIXL keeps a core busy in each engine: with two cores its tests take longer than all others. A
+# cluster of Ray nodes beside engines takes minutes more.
+LONG := tests/vllm/test_kv_transfer_nixl.py tests/vllm/test_controller_cluster.py tests/vllm/test_interruption.py
 
 .PHONY: demo test test-vllm lint compiled docs bench soak clean
 
@@ -39,7 +40,7 @@ test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-vllm: $(VENV)/dev
-	$(BIN)/python -m pytest -o addopts= -ra --ignore=$(NIXL) tests/vllm
+	$(BIN)/python -m pytest -o addopts= -ra $(LONG:%=--ignore=%) tests/vllm
 
 docs: $(VENV)/dev
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
@@ -49,7 +50,7 @@ bench: $(VENV)/dev
 
 soak: $(VENV)/dev
 	$(BIN)/python -m benchmarks soak store
-	$(BIN)/python -m pytest -o addopts= -ra $(NIXL)
+	$(BIN)/python -m pytest -o addopts= -ra $(LONG)
 
 clean:
 	rm -rf $(VENV) docs/_build build dist

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 from controller_cluster import end_machines, free_port, prepare, wait_for
 from environment import PATIENT
+from servers import READY_S
 from staging import staged_plan
 
 from hetplan.catalog.engines import get_engine
@@ -140,7 +141,7 @@ async def _live(
     running = asyncio.create_task(controller.run())
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as session:
-        await _until(lambda: bool(controller.state.targets), 300, lived)
+        await _until(lambda: bool(controller.state.targets), READY_S, lived)
         await _until_served(session)
         lived.alone = (await _ask(session)).ids
         clients = [asyncio.create_task(_keep_asking(session, lived)) for _ in range(CLIENTS)]
@@ -167,7 +168,7 @@ async def _interrupt(kind: str, lived: Lived, controller: Controller, begin: Cal
     def over() -> bool:
         return controller.state.targets == (following,) and [g.key for g in controller.state.generations] == [following]
 
-    await _until(over, 300, lived)
+    await _until(over, READY_S, lived)
     await asyncio.sleep(15)
     lived.spans_s[kind] = (begin_s, time.time())
 

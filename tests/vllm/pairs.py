@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from servers import READY_S
 from staging import NodeStore, store_command, total_pss_bytes, weights_pss_bytes
 
 from hetplan.runtime.tensor_store.client import connect
@@ -82,7 +83,7 @@ def run_pair(environment: Path, folder: Path, model: Path, shards: Path | None) 
 
 
 def wait_until_ready(engine: subprocess.Popen[bytes], log: Path) -> str:
-    end = time.monotonic() + 300
+    end = time.monotonic() + READY_S
     while True:
         said = log.read_text("utf-8", "replace")
         if "READY" in said:

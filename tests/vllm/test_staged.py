@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import launched, local_plan
 from environment import PATIENT
-from servers import Cluster, complete
+from servers import READY_S, Cluster, complete
 from staging import blocks_at_start, planned_blocks, staged_plan
 
 import hetplan as hp
@@ -66,7 +66,7 @@ def test_a_layout_that_cannot_be_run_is_refused_by_name(environment: Path, model
     cluster = Cluster(out, environment, PATIENT)
     try:
         cluster.begin()
-        assert cluster.head().wait(120) != 0
+        assert cluster.head().wait(READY_S) != 0
     finally:
         cluster.stop()
     assert "stage 1 begins at layer 4; the one before ends at 3" in cluster.log(script.name)

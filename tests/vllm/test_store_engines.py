@@ -14,7 +14,7 @@ import pytest
 from conftest import launched, local_plan
 from environment import PATIENT, large_model, shards_of, small_model
 from pairs import run_pair
-from servers import Cluster, complete, stream
+from servers import READY_S, Cluster, complete, stream
 from staging import NodeStore, blocks_at_start, planned_blocks, staged_plan, store_command, total_pss_bytes
 
 import hetplan as hp
@@ -167,7 +167,7 @@ def test_wrong_shards_are_refused_by_name(
         cluster = Cluster(out, environment, variables)
         try:
             cluster.begin()
-            assert cluster.head().wait(180) != 0
+            assert cluster.head().wait(READY_S) != 0
         finally:
             cluster.stop()
     refusals = [line for line in cluster.log(script.name).splitlines() if "hetplan.errors.StoreError:" in line]
