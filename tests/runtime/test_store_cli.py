@@ -66,8 +66,13 @@ def test_serve_load_status_evict_and_the_end(folder: Path) -> None:
 def test_ctrl_c_ends_it_while_it_waits(folder: Path) -> None:
     make_shards(folder / "shards", layers=1)
     command = [sys.executable, "-m", "hetplan", "store", "serve", "--socket", str(folder / "store.sock")]
+    # As in a terminal, also where the tests themselves run in the background, where shells have this signal ignored.
     with subprocess.Popen(
-        [*command, "--shards", str(folder / "shards")], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, "--shards", str(folder / "shards")],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:
         try:
             assert process.stderr is not None
