@@ -37,7 +37,7 @@ def test_notebook_runs(file: Path) -> None:
 
         notebook = nbformat.read(file, as_version=4)
         client = NotebookClient(
-            notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+            notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
         )
         client.execute()
     figures = [
