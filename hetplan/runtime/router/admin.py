@@ -10,6 +10,7 @@ import orjson
 
 from hetplan.errors import InvalidInputError, RouterError
 from hetplan.runtime.router.settings import RouteSettings, TargetSettings
+from hetplan.runtime.router.targets import whole
 
 _MAX_ANSWER_BYTES = 16 * 2**20
 _MESSAGE_CHARACTERS = 2000
@@ -113,13 +114,11 @@ class RouterAdmin:
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, trust_env=False)
         try:
             async with self._session.request(method, self._base_url + path, json=body, allow_redirects=False) as reply:
-                parts, size = [], 0
-                async for part in reply.content.iter_any():
-                    parts.append(part)
-                    size += len(part)
-                    if size > _MAX_ANSWER_BYTES:
-                        raise RouterError(f"{self._base_url} answers more than {_MAX_ANSWER_BYTES} bytes", reply.status)
-                status, content = reply.status, b"".join(parts)
+                status = reply.status
+                try:
+                    content = await whole(reply, _MAX_ANSWER_BYTES)
+                except ValueError:
+                    raise RouterError(f"{self._base_url} answers more than {_MAX_ANSWER_BYTES} bytes", status) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RouterError(
                 f"{self._base_url} does not answer: {type(error).__name__}. Is the router there?"

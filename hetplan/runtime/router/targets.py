@@ -86,14 +86,14 @@ class Target:
         return {"pipeline": self.settings.pipeline, "address": f"{self.settings.address}:{self.settings.port}"}
 
 
-async def whole(reply: aiohttp.ClientResponse) -> bytes:
-    """The body of an engine's answer, within a limit."""
+async def whole(reply: aiohttp.ClientResponse, most_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+    """The body of an answer, within a limit; ValueError beyond it."""
     parts, size = [], 0
     while part := await reply.content.readany():
         parts.append(part)
         size += len(part)
-        if size > _MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+        if size > most_bytes:
+            raise ValueError(f"an answer of more than {most_bytes} bytes")
     return b"".join(parts)
 
 
