@@ -11,12 +11,13 @@ import contextlib
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetplan.catalog.offers import Offer
 from hetplan.errors import HetplanError, InvalidInputError, RouterError
-from hetplan.plan import Plan
+from hetplan.runtime.controller.adopting import adopt, unwanted
 from hetplan.runtime.controller.decide import (
     Action,
     Await,
@@ -46,42 +47,58 @@ from hetplan.runtime.controller.decide import (
     fold,
     standing_still,
 )
-from hetplan.runtime.controller.desired import Desired
+from hetplan.runtime.controller.demand import Band, Demand, Watched, keys_of, planned, read, watch, worth
+from hetplan.runtime.controller.fleet import Fleet
 from hetplan.runtime.controller.programs import Program, Programs
 from hetplan.runtime.controller.provider import MachineProvider, NoMachineError
 from hetplan.runtime.controller.ray_agents import AgentGoneError, Agents
 from hetplan.runtime.controller.router import RouterClient, RouterTarget
+from hetplan.runtime.controller.serving import Serving, ServingFiles, changes, routes_over
 from hetplan.runtime.controller.state import ControllerState, Generation, Machine, load, save
 
 OnEvent = Callable[[str, dict[str, Any]], None]
-# Given the plan's problem and the plan.
-Replanner = Callable[[Any, Plan], Plan | None]
+# Given what is served, and how many machines of each offer can be had.
+Replanner = Callable[[Serving, Mapping[str, int]], Serving | None]
+# Given what is served, and what is asked for.
+Resolver = Callable[[Serving, Demand], Serving | None]
 
 _BOOT_S = 900.0
 _START_S = 1800.0
 _LAST_RANKS_S = 5.0
 _STATUS_S, _MISSES = 4.0, 4
-_REPLAN_EVERY_S = 300.0
+_REPLAN_EVERY_S, _RETURN_EVERY_S = 300.0, 600.0
+SERVINGS = "servings"
+_SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 5.0, 595.0
 _CHECK_ROUTER_EVERY_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 
 
 class Controller:
-    """Keeps a plan served.
+    """Keeps plans served.
 
     Parameters
     ----------
-    programs : Programs
-    desired : Desired
+    serving : Serving
+        What is to be served.
+    fleet : Fleet
+        How it is.
     folder : path
-        Where its state is kept.
+        Where its state is kept, and what is served.
     provider : MachineProvider
     agents : Agents
     router : RouterClient
     on_event : callable
         Told ``name`` and values of everything that happens, with ``at_s``, the clock.
     replan : callable, optional
-        Given the problem and the plan when machines are missing that cannot be had; what it returns is reported.
+        Called in a thread when machines are missing that cannot be had; what it returns is served meanwhile.
+    resolve : callable, optional
+        Called in a thread when demand has moved; what it returns is served if it is worth it.
+    resolve_every_s : float
+        Between two looks at the demand; 0 never looks.
+    band : Band
+        When demand has moved.
+    horizon_s : float
+        How long a plan is expected to hold, for what it is worth.
     notices : dict, optional
         The metadata service that agents watch: ``provider`` and ``base_url``.
     clock : callable
@@ -92,13 +109,13 @@ class Controller:
     Raises
     ------
     InvalidInputError
-        If the folder holds the state of another plan.
+        If the folder holds the state of another plan, or plans that are not there any more.
     """
 
     def __init__(
         self,
-        programs: Programs,
-        desired: Desired,
+        serving: Serving,
+        fleet: Fleet,
         folder: Path,
         *,
         provider: MachineProvider,
@@ -106,23 +123,39 @@ class Controller:
         router: RouterClient,
         on_event: OnEvent,
         replan: Replanner | None = None,
+        resolve: Resolver | None = None,
+        resolve_every_s: float = 0.0,
+        band: Band | None = None,
+        horizon_s: float = 3600.0,
         notices: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
         interval_s: float = 0.5,
     ) -> None:
-        self._programs, self._desired = programs, desired
+        self._fleet = fleet
         self._provider, self._agents, self._router = provider, agents, router
         self._on_event, self._replan, self._notices = on_event, replan, notices
+        self._resolve, self._resolve_every_s = resolve, resolve_every_s
+        self._band, self._horizon_s = band or Band(), horizon_s
         self._clock, self._interval_s = clock, interval_s
-        self._path = folder / "state.json"
-        fingerprint = programs.fingerprint
+        self._path, self._files = folder / "state.json", ServingFiles(folder / SERVINGS)
         found = load(self._path)
-        if found is not None and found.plan_fingerprint != fingerprint:
+        if found is not None and found.given != serving.fingerprint:
             raise InvalidInputError(
-                f"{self._path} is of another plan ({found.plan_fingerprint[:12]}); give that plan, or another folder"
+                f"{self._path} is of another plan ({found.given[:12]}); give that plan, or another folder"
             )
-        self.state = found or ControllerState(plan_fingerprint=fingerprint)
         self._restarted = found is not None
+        self._servings = {serving.fingerprint: serving}
+        if found is None:
+            # What is served can be found again before it is named.
+            self._files.write(serving)
+            fresh = ControllerState(given=serving.fingerprint, serving=serving.fingerprint)
+            found = adopt(fresh, serving.fingerprint, fleet.pipelines(serving))
+        for fingerprint in found.servings:
+            if fingerprint not in self._servings:
+                self._servings[fingerprint] = self._files.read(fingerprint)
+        self.state = found
+        self._desired = fleet.desired(found, self._servings)
+        self._adopted_at_s: float | None = None
         self._tasks: dict[tuple[Any, ...], asyncio.Task[None]] = {}
         self._retry: dict[tuple[Any, ...], tuple[int, float]] = {}
         self._since: dict[tuple[Any, ...], float] = {}
@@ -139,19 +172,21 @@ class Controller:
         if self._restarted:
             # Whatever the router was told meanwhile, it is told what serves now.
             self._become(self.state.replace(targets=()))
+        watching = asyncio.create_task(self._watch_demand())
         try:
             while not self._stopping:
                 self._wake.clear()
                 await self._look()
+                self._return()
                 self._decide()
                 if self.state.draining and not self.state.machines and not self.state.generations:
                     return
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._interval_s)
         finally:
-            for task in self._tasks.values():
+            for task in (watching, *self._tasks.values()):
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(watching, *self._tasks.values(), return_exceptions=True)
 
     def stop(self) -> None:
         """Leave everything as it is and end the loop; another controller goes on from the state."""
@@ -168,9 +203,44 @@ class Controller:
         self._learn(Noticed(machine, self._clock() + grace_s))
         self._wake.set()
 
+    def adopt(self, serving: Serving, *, why: str = "asked for", stands_in: bool = False, **figures: Any) -> None:
+        """Serve this from now on; pipelines that are served already go on as they are.
+
+        Others are started beside those that they replace where machines allow, else in turn. It is on disk when this
+        returns.
+
+        Parameters
+        ----------
+        serving : Serving
+        why : str
+            For the event ``adopting``, as are ``figures``.
+        stands_in : bool
+            What is served now is returned to when machines can be had again.
+
+        Raises
+        ------
+        InvalidInputError
+            If everything is being ended, or it cannot be served.
+        """
+        if self.state.draining:
+            raise InvalidInputError("everything is being ended; start the controller anew to serve another plan")
+        before = self._servings[self.state.serving]
+        if serving.fingerprint == before.fingerprint:
+            return
+        pipelines = self._fleet.pipelines(serving)
+        self._files.write(serving)
+        self._servings[serving.fingerprint] = serving
+        state = adopt(self.state, serving.fingerprint, pipelines, stands_in=stands_in)
+        state = state.replace(servings=self._needed(state))
+        self._tell("adopting", why=why, serving=serving.fingerprint, **changes(before, serving), **figures)
+        self._adopted_at_s = self._clock()
+        self._become(state)
+        self._files.keep({*self.state.servings, self.state.given})
+        self._wake.set()
+
     def standing_still(self) -> dict[int, str]:
         """Pipelines that nothing serves, and why."""
-        return standing_still(self._desired, self.state)
+        return standing_still(self._desired, self.state, self._clock())
 
     # What is seen.
 
@@ -226,7 +296,91 @@ class Controller:
             if {(t.address, t.port) for t in listed} != ours:
                 self._become(self.state.replace(targets=()))
 
+    async def _watch_demand(self) -> None:
+        """Look at what is asked for, and serve another plan where that is worth it."""
+        if self._resolve is None or self._resolve_every_s <= 0:
+            return
+        known = Watched({})
+        of = None
+        window_s = min(max(self._resolve_every_s, _SHORTEST_WINDOW_S), _LONGEST_WINDOW_S)
+        while True:
+            await asyncio.sleep(self._resolve_every_s)
+            serving = self._servings[self.state.serving]
+            if of != serving.fingerprint:
+                known, of = Watched(planned(serving)), serving.fingerprint
+            if self.state.draining or self.state.returns_to is not None:
+                continue
+            try:
+                reading = read(await self._router.demand(window_s), keys_of(serving))
+                # A router that was just started has seen a part only.
+                if reading.covered_s < window_s / 2:
+                    continue
+                known, moved = watch(known, reading, self._band)
+                if moved is not None:
+                    await self._resolve_for(self._resolve, serving, moved)
+            except (HetplanError, OSError, TimeoutError) as error:
+                self._tell("failed", action="Resolve", error=str(error)[:500], again_in_s=self._resolve_every_s)
+
+    async def _resolve_for(self, resolve: Resolver, serving: Serving, demand: Demand) -> None:
+        self._tell("resolving", demand=[load.model_dump() for load in demand.values()])
+        found = await asyncio.to_thread(resolve, serving, demand)
+        if found is None or found.fingerprint == serving.fingerprint:
+            self._tell("resolved", adopted=False, why="there is no other plan")
+            return
+        if self.state.serving != serving.fingerprint:
+            self._tell("resolved", adopted=False, why="another plan was adopted meanwhile")
+            return
+        value = worth(
+            serving, found, demand, self._started(found), horizon_s=self._horizon_s, start_s=self._fleet.start_s
+        )
+        figures: dict[str, Any] = {
+            "unit": value.unit,
+            "gain": value.gain,
+            "cost": value.cost,
+            "horizon_s": value.horizon_s,
+        }
+        if value.switches:
+            self.adopt(found, why="demand has moved", **figures)
+        else:
+            self._tell("resolved", adopted=False, why="it is not worth switching to", **figures)
+
+    def _started(self, serving: Serving) -> list[Offer]:
+        """The offer of each machine of pipelines that would be started for it."""
+        there = [s.origin.started_as for s in self.state.slots if s.origin is not None]
+        found: list[Offer] = []
+        for origin in self._fleet.pipelines(serving):
+            if origin.started_as in there:
+                there.remove(origin.started_as)
+            else:
+                found += self._fleet.offers_of(serving, origin)
+        return found
+
     # What is done.
+
+    def _return(self) -> None:
+        """Serve again what another plan stands in for, when machines can be had again."""
+        back = self.state.returns_to
+        if back is None or self.state.draining:
+            return
+        began_s = self._since.setdefault(("return", back), self._clock())
+        short = [o for o, until_s in self.state.short_until_s if until_s > self._clock()]
+        if self._clock() < began_s + _RETURN_EVERY_S or any(
+            self._fleet.has_offer(self._servings[back], offer) for offer in short
+        ):
+            return
+        self._since["return", back] = self._clock()
+        self.adopt(self._servings[back], why="machines may be had again")
+
+    def _needed(self, state: ControllerState) -> tuple[str, ...]:
+        """Servings that something is still of."""
+        origins = {slot.origin.serving for slot in state.slots if slot.origin is not None}
+        held = {machine.offer for machine in state.machines}
+        return tuple(
+            fingerprint
+            for fingerprint in state.servings
+            if fingerprint in {state.serving, state.given, state.returns_to, *origins}
+            or any(self._fleet.has_offer(self._servings[fingerprint], offer) for offer in held)
+        )
 
     def _decide(self) -> None:
         now_s = self._clock()
@@ -239,8 +393,15 @@ class Controller:
             if all(g.key != fresh.key for g in self.state.generations):
                 self._tell("generation", **_named(fresh), machines=list(fresh.machines), port=fresh.port)
         self._become(state)
+        self._tell_adopted()
         for action in (*actions(self._desired, state, now_s), *replans):
             self._begin(action)
+
+    def _tell_adopted(self) -> None:
+        if self._adopted_at_s is None or unwanted(self._desired, self.state) or self.standing_still():
+            return
+        self._tell("adopted", serving=self.state.serving, seconds=self._clock() - self._adopted_at_s)
+        self._adopted_at_s = None
 
     def _begin(self, action: Action) -> None:
         key = _key(action)
@@ -287,10 +448,14 @@ class Controller:
                 return self._ask_for_plan(why)
 
     async def _rent(self, action: Rent) -> None:
+        offer = self._desired.offers.get(action.offer)
+        if offer is None:
+            # Of a plan that is not there any more.
+            return
         self._since.setdefault(("boot", action.machine), self._clock())
         self._tell("renting", machine=action.machine, offer=action.offer)
         try:
-            await asyncio.to_thread(self._provider.request, action.machine, self._desired.offers[action.offer])
+            await asyncio.to_thread(self._provider.request, action.machine, offer)
         except NoMachineError as error:
             self._tell("no_machine", machine=action.machine, offer=action.offer, why=str(error))
             self._learn(NoMachine(action.machine, str(error)))
@@ -327,12 +492,13 @@ class Controller:
     async def _load(self, action: Load) -> None:
         began_s = self._clock()
         generation = self._generation(action.key)
-        node = self._programs.nodes(generation.pipeline, generation.port)[action.rank]
-        store = self._programs.start_store(node, await self._socket(action.machine))
+        programs, number = self._programs(generation.pipeline)
+        node = programs.nodes(number, generation.port)[action.rank]
+        store = programs.start_store(node, await self._socket(action.machine))
         if store is not None:
             await self._agents.call(action.machine, _start("store", store))
             try:
-                brought = await self._agents.call(action.machine, self._programs.load(node), timeout_s=None)
+                brought = await self._agents.call(action.machine, programs.load(node), timeout_s=None)
             except InvalidInputError as error:
                 self._learn(Failed(action.key, str(error)))
                 return
@@ -349,9 +515,10 @@ class Controller:
         generation = self._generation(key)
         machines = [m for m in map(self.state.machine, filter(None, generation.machines)) if m is not None]
         addresses = [machine.address or "" for machine in machines]
-        nodes = self._programs.nodes(generation.pipeline, generation.port)
+        programs, number = self._programs(generation.pipeline)
+        nodes = programs.nodes(number, generation.port)
         for machine, node in zip(machines, nodes, strict=True):
-            program = self._programs.start_engine(node, addresses, await self._socket(machine.name))
+            program = programs.start_engine(node, addresses, await self._socket(machine.name))
             await self._agents.call(machine.name, _start(_engine(generation), program))
         self._since["engine", key] = self._clock()
         self._tell("engines_started", **_named(generation), port=generation.port)
@@ -387,22 +554,34 @@ class Controller:
 
     async def _set_targets(self, action: SetTargets) -> None:
         listed = self._targets(action.targets)
-        revision = await self._router.set_targets(listed, grace_s=action.grace_s)
+        routes = routes_over(self._servings[action.serving].routes, {target.model for target in listed})
+        revision = await self._router.set_targets(listed, routes, grace_s=action.grace_s)
         self._tell(
             "shunt",
             revision=revision,
             targets=[{"pipeline": p, "generation": g} for p, g in action.targets],
         )
-        self._learn(Targeted(action.targets, revision))
+        self._learn(Targeted(action.targets, revision, action.serving))
 
     async def _ask_for_plan(self, why: str) -> None:
         if self._replan is None or self._clock() < self._since.get(("replan",), 0.0) + _REPLAN_EVERY_S:
             return
         self._since["replan",] = self._clock()
         self._tell("replanning", why=why)
-        plan = self._programs.plan
-        found = await asyncio.to_thread(self._replan, plan.placement, plan)
-        self._tell("replanned", requests_per_s=None if found is None else found.requests_per_s)
+        serving = self._servings[self.state.returns_to or self.state.serving]
+        found = await asyncio.to_thread(self._replan, serving, self._can_be_had(serving))
+        self._tell("replanned", requests_per_s=None if found is None else sum(p.requests_per_s for p in found.plans))
+        if found is not None and not self.state.draining:
+            self.adopt(found, why=why, stands_in=True)
+
+    def _can_be_had(self, serving: Serving) -> dict[str, int]:
+        """How many machines of each of its offers there may be now."""
+        short = {offer for offer, until_s in self.state.short_until_s if until_s > self._clock()}
+        found = {}
+        for offer, count in self._fleet.counts(serving).items():
+            held = sum(m.offer == offer and m.stays and m.phase == "ready" for m in self.state.machines)
+            found[offer] = min(held, count) if offer in short else count
+        return found
 
     # Small things.
 
@@ -411,11 +590,17 @@ class Controller:
         for key in keys:
             generation = next((g for g in self.state.generations if g.key == key), None)
             head = None if generation is None else self.state.machine(generation.machines[0] or "")
-            slot = self._desired.slot(key[0])
-            if generation is not None and head is not None:
-                weight = 1.0 if slot is None else slot.weight
-                found.append(RouterTarget(key[0], head.address or "", generation.port, weight))
+            origin = self.state.slot(key[0]).origin
+            if generation is not None and head is not None and origin is not None:
+                found.append(RouterTarget(key[0], head.address or "", generation.port, origin.weight, origin.model))
         return found
+
+    def _programs(self, pipeline: int) -> tuple[Programs, int]:
+        """Those of a pipeline's plan, and its number there."""
+        origin = self.state.slot(pipeline).origin
+        if origin is None:
+            raise InvalidInputError(f"pipeline {pipeline} is of no plan")
+        return self._fleet.programs(self._servings[origin.serving], origin.plan), origin.number
 
     def _generation(self, key: tuple[int, int]) -> Generation:
         return next(g for g in self.state.generations if g.key == key)
@@ -442,7 +627,10 @@ class Controller:
     def _become(self, state: ControllerState) -> None:
         if state != self.state:
             save(state, self._path)
+            wanted = (state.serving, state.servings) != (self.state.serving, self.state.servings)
             self.state = state
+            if wanted:
+                self._desired = self._fleet.desired(state, self._servings)
 
     def _tell(self, name: str, **values: Any) -> None:
         self._on_event(name, {"at_s": self._clock(), **values})

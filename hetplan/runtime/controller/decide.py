@@ -6,7 +6,8 @@ controller that was killed goes on from its state alone, and every action may be
 
 Rules that hold whatever happens:
 
-- A generation that serves leaves only when the router has confirmed a newer one of its pipeline, or when it has failed.
+- A generation that serves leaves only when the router has confirmed a newer one of its pipeline, or when it has failed;
+  one of a plan before as `adopting` says: when the router has confirmed those that take its place, or in turn.
 - Engines are ended only when the router has confirmed targets without them, or when they have failed.
 - A machine is given back when no generation is listed on it.
 """
@@ -16,9 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetplan.policies import Actions
+from hetplan.runtime.controller.adopting import forget, in_turn, retire_unwanted
 from hetplan.runtime.controller.desired import Desired, Slot
-from hetplan.runtime.controller.renting import newest, on_event, on_notice, spares
-from hetplan.runtime.controller.state import ControllerState, Generation, Machine
+from hetplan.runtime.controller.renting import on_event, on_notice, spares
+from hetplan.runtime.controller.state import ControllerState, Generation, Machine, SlotState
 
 # Before a machine is taken its engines get the time to end by themselves.
 _MARGIN_S = 5.0
@@ -110,10 +112,11 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Targeted:
-    """The router has confirmed its targets."""
+    """The router has confirmed its targets, with the weights and routes of a serving."""
 
     targets: tuple[tuple[int, int], ...]
     revision: int
+    serving: str
 
 
 Fact = (
@@ -188,10 +191,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class SetTargets:
-    """Tell the router all of its targets; streams elsewhere may take the grace to move."""
+    """Tell the router all of its targets, and the routes; streams elsewhere may take the grace to move."""
 
     targets: tuple[tuple[int, int], ...]
     grace_s: float
+    serving: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +211,8 @@ Action = Rent | Await | Release | Load | Start | Probe | End | SetTargets | Repl
 def fold(desired: Desired, state: ControllerState, fact: Fact, now_s: float) -> ControllerState:
     """The state once a fact is known. A fact about what is no longer listed changes nothing."""
     match fact:
-        case Targeted(targets, revision):
-            return state.replace(targets=targets, revision=revision)
+        case Targeted():
+            return _fold_targets(state, fact, now_s)
         case (
             Requested(name) | NoMachine(name) | MachineReady(name) | MachineLost(name) | Noticed(name) | Released(name)
         ):
@@ -216,7 +220,17 @@ def fold(desired: Desired, state: ControllerState, fact: Fact, now_s: float) -> 
             return state if machine is None else _fold_machine(desired, state, machine, fact, now_s)
         case _:
             generation = next((g for g in state.generations if g.key == fact.key), None)
-            return state if generation is None else _fold_generation(desired, state, generation, fact)
+            return state if generation is None else _fold_generation(desired, state, generation, fact, now_s)
+
+
+def _fold_targets(state: ControllerState, fact: Targeted, now_s: float) -> ControllerState:
+    counters = state.counters.replace(shunts=state.counters.shunts + (fact.targets != state.targets))
+    served = {pipeline for pipeline, _ in fact.targets}
+    for slot in state.slots:
+        if slot.pipeline in served and slot.away_since_s is not None:
+            counters = counters.replace(last_return_s=now_s - slot.away_since_s)
+            state = state.with_slot(slot.replace(away_since_s=None))
+    return state.replace(targets=fact.targets, revision=fact.revision, told=fact.serving, counters=counters)
 
 
 def _fold_machine(
@@ -242,7 +256,9 @@ def _fold_machine(
             return state
 
 
-def _fold_generation(desired: Desired, state: ControllerState, generation: Generation, fact: Fact) -> ControllerState:
+def _fold_generation(
+    desired: Desired, state: ControllerState, generation: Generation, fact: Fact, now_s: float
+) -> ControllerState:
     match fact:
         case Loaded(_, rank):
             return state.with_generation(generation.replace(loaded=tuple(sorted({*generation.loaded, rank}))))
@@ -250,20 +266,42 @@ def _fold_generation(desired: Desired, state: ControllerState, generation: Gener
             return state.with_generation(generation.replace(started=True))
         case Healthy() if generation.phase == "starting" and generation.started and not generation.failed:
             slot = state.slot(generation.pipeline)
-            state = state.with_slot(slot.replace(failures=0, why=""))
-            return state.with_generation(generation.replace(phase="serving"))
+            state = state.with_slot(slot.replace(failures=0, why="" if not slot.deaths else slot.why))
+            return state.with_generation(generation.replace(phase="serving", healthy_s=now_s))
         case Failed(_, why) if generation.phase != "leaving" and not generation.failed:
-            slot = state.slot(generation.pipeline)
-            failures = slot.failures + 1
-            why = why if failures < desired.max_failures else f"{failures} starts failed, the last by: {why}"
-            state = state.with_slot(slot.replace(failures=failures, why=why))
-            return state.with_generation(generation.replace(failed=True, why=why))
+            return _fail(desired, state, generation, why, now_s)
         case Ended():
             if generation.phase == "leaving":
                 return state.replace(generations=tuple(g for g in state.generations if g.key != generation.key))
             return state
         case _:
             return state
+
+
+def _fail(desired: Desired, state: ControllerState, generation: Generation, why: str, now_s: float) -> ControllerState:
+    """Its engines have ended. Starts that fail and engines that die young count, and put off the next start."""
+    slot = _forgiven(desired, state, state.slot(generation.pipeline), now_s)
+    if generation.healthy_s is None:
+        slot = slot.replace(failures=slot.failures + 1)
+    elif now_s - generation.healthy_s < desired.settled_s:
+        slot = slot.replace(deaths=slot.deaths + 1)
+    if slot.failures >= desired.max_failures:
+        why = f"{slot.failures} starts failed, the last by: {why}"
+    elif slot.deaths >= desired.max_deaths:
+        why = f"{slot.deaths} engines ended soon after they had become healthy, the last by: {why}"
+    pause_s = desired.pause_s(slot) if slot.failures + slot.deaths else 0.0
+    state = state.with_slot(slot.replace(why=why, not_before_s=now_s + pause_s))
+    counters = state.counters.replace(failures=state.counters.failures + 1)
+    return state.replace(counters=counters).with_generation(generation.replace(failed=True, why=why))
+
+
+def _forgiven(desired: Desired, state: ControllerState, slot: SlotState, now_s: float) -> SlotState:
+    """Without what failed before, where an engine has served long."""
+    began = [g.healthy_s for g in state.generations if g.pipeline == slot.pipeline and g.healthy_s is not None]
+    serves = [g for g in state.generations if g.pipeline == slot.pipeline and g.phase == "serving" and not g.failed]
+    if serves and now_s - min(began) >= desired.settled_s and (slot.deaths or slot.failures):
+        return slot.replace(failures=0, deaths=0, why="")
+    return slot
 
 
 def advance(desired: Desired, state: ControllerState, now_s: float) -> tuple[ControllerState, tuple[Replan, ...]]:
@@ -273,19 +311,21 @@ def advance(desired: Desired, state: ControllerState, now_s: float) -> tuple[Con
     """
     returned = [offer for offer, until_s in state.short_until_s if until_s <= now_s]
     state = state.replace(short_until_s=tuple(s for s in state.short_until_s if s[1] > now_s))
+    for remembered in state.slots:
+        state = state.with_slot(_forgiven(desired, state, remembered, now_s))
     state = _cancel_exchanges(_part_with_what_is_lost(state))
     replan = False
     if not state.draining:
         for slot in desired.slots:
-            state = _begin(desired, state, slot)
+            state = _begin(desired, state, slot, now_s)
         for slot in desired.slots:
             state, asked = _heed_notices(desired, state, slot, now_s)
             replan |= asked
         state, asked = _fill(desired, state, now_s, returned)
         replan |= asked
-    state = _retire(desired, state)
-    state = _give_back(state)
-    return state, (Replan("machines are missing that cannot be had"),) if replan else ()
+    state = _retire(desired, state, now_s)
+    state = _give_back(desired, _note_absence(state, now_s))
+    return forget(desired, state), (Replan("machines are missing that cannot be had"),) if replan else ()
 
 
 def _part_with_what_is_lost(state: ControllerState) -> ControllerState:
@@ -306,9 +346,22 @@ def _part_with_what_is_lost(state: ControllerState) -> ControllerState:
     return state
 
 
-def _begin(desired: Desired, state: ControllerState, slot: Slot) -> ControllerState:
+def _note_absence(state: ControllerState, now_s: float) -> ControllerState:
+    """Since when nothing serves a pipeline that was served."""
+    served = {g.pipeline for g in state.generations if g.phase == "serving" and not g.failed}
+    for pipeline in {pipeline for pipeline, _ in state.targets} - served:
+        slot = state.slot(pipeline)
+        if slot.away_since_s is None:
+            state = state.with_slot(slot.replace(away_since_s=now_s))
+    return state
+
+
+def _begin(desired: Desired, state: ControllerState, slot: Slot, now_s: float) -> ControllerState:
     """A first generation, or one after a failure, on the machines that are still there."""
-    if newest(state, slot.pipeline) is not None or state.slot(slot.pipeline).failures >= desired.max_failures:
+    remembered = state.slot(slot.pipeline)
+    if state.newest(slot.pipeline) is not None or desired.given_up(remembered):
+        return state
+    if remembered.not_before_s is not None and now_s < remembered.not_before_s:
         return state
     before = [g for g in state.generations if g.pipeline == slot.pipeline]
     last = max(before, key=lambda g: g.generation, default=None)
@@ -317,13 +370,12 @@ def _begin(desired: Desired, state: ControllerState, slot: Slot) -> ControllerSt
         for rank, name in enumerate(last.machines):
             machine = None if name is None else state.machine(name)
             kept[rank] = name if machine is not None and machine.stays else None
-    first = state.slot(slot.pipeline).generations == 0
     state = _new_generation(desired, state, slot, kept)
-    if not first:
+    if remembered.generations:
         return state
     # The plan's own offers come first.
     for rank, offer in enumerate(slot.offers):
-        if kept[rank] is None:
+        if kept[rank] is None and _can_be_had(desired, state, offer, now_s):
             state = _bind(desired, state, slot, rank, offer)
     return state
 
@@ -338,7 +390,8 @@ def _new_generation(
     while desired.first_port + used % desired.ports in taken:
         used += 1
     port = desired.first_port + used % desired.ports
-    state = state.with_slot(remembered.replace(generations=number)).replace(ports_used=used + 1)
+    counters = state.counters.replace(generations=state.counters.generations + 1)
+    state = state.with_slot(remembered.replace(generations=number)).replace(ports_used=used + 1, counters=counters)
     return state.with_generation(
         Generation(pipeline=slot.pipeline, generation=number, machines=tuple(machines), port=port)
     )
@@ -346,10 +399,10 @@ def _new_generation(
 
 def _bind(desired: Desired, state: ControllerState, slot: Slot, rank: int, offer: str) -> ControllerState:
     """A spare of the offer, or a machine that is wanted from now on, as a rank of the newest generation."""
-    latest = newest(state, slot.pipeline)
+    latest = state.newest(slot.pipeline)
     if latest is None:
         return state
-    spare = next((m for m in spares(state) if m.offer == offer), None)
+    spare = next((m for m in spares(desired, state) if m.offer == offer), None)
     if spare is None:
         named = state.machines_named + 1
         spare = Machine(name=f"m-{named}", offer=offer)
@@ -361,10 +414,10 @@ def _bind(desired: Desired, state: ControllerState, slot: Slot, rank: int, offer
 
 def _heed_notices(desired: Desired, state: ControllerState, slot: Slot, now_s: float) -> tuple[ControllerState, bool]:
     """A new generation beside one whose machines are announced to go, if the policy has one started."""
-    latest = newest(state, slot.pipeline)
+    latest = state.newest(slot.pipeline)
     if latest is None or not (latest.started or latest.phase == "serving"):
         return state, False
-    if state.slot(slot.pipeline).failures >= desired.max_failures:
+    if desired.given_up(state.slot(slot.pipeline)):
         return state, False
     replan, answers = False, []
     for name in latest.machines:
@@ -386,7 +439,7 @@ def _heed_notices(desired: Desired, state: ControllerState, slot: Slot, now_s: f
 
 def _bind_kind(desired: Desired, state: ControllerState, slot: Slot, offer: str | None) -> ControllerState:
     """A machine of an offer as the first rank that lacks one of its kind."""
-    latest = newest(state, slot.pipeline)
+    latest = state.newest(slot.pipeline)
     if offer is None or latest is None:
         return state
     for rank, name in enumerate(latest.machines):
@@ -398,13 +451,13 @@ def _bind_kind(desired: Desired, state: ControllerState, slot: Slot, offer: str 
 def _fill(desired: Desired, state: ControllerState, now_s: float, returned: list[str]) -> tuple[ControllerState, bool]:
     """Machines for what is missing, and cheaper ones in place of others, as the policy says."""
     for slot in desired.slots:
-        latest = newest(state, slot.pipeline)
-        # What is not spot stays what it is.
+        latest = state.newest(slot.pipeline)
+        # What is not spot stays what it is, and a machine that is there is taken before one is rented.
         for rank, name in enumerate(() if latest is None else latest.machines):
             own = slot.offers[rank]
-            if name is None and desired.market(own) == "on_demand" and _can_be_had(desired, state, own, now_s):
+            if name is None and (_is_there(desired, state, own) or _is_owned(desired, state, own, now_s)):
                 state = _bind(desired, state, slot, rank, own)
-    lost = [m for m in state.machines if m.lost]
+    lost = [m for m in state.machines if m.lost and m.offer in desired.offers]
     answer = on_event(desired, state, now_s, lost=lost, returned=[o for o in returned if o in desired.offers])
     state = _exchange(desired, state, answer)
     for request in answer.request_replacements:
@@ -422,16 +475,25 @@ def _fill(desired: Desired, state: ControllerState, now_s: float, returned: list
 
 
 def _can_be_had(desired: Desired, state: ControllerState, offer: str, now_s: float) -> bool:
-    return desired.pools(state, now_s)[desired.pool(offer)].on_demand_free > 0
+    return _is_there(desired, state, offer) or desired.can_be_had(state, offer, now_s)
+
+
+def _is_there(desired: Desired, state: ControllerState, offer: str) -> bool:
+    return any(m.offer == offer for m in spares(desired, state))
+
+
+def _is_owned(desired: Desired, state: ControllerState, offer: str, now_s: float) -> bool:
+    """Whether it is no spot machine, and can be had."""
+    return desired.market(offer) == "on_demand" and desired.can_be_had(state, offer, now_s)
 
 
 def _exchange(desired: Desired, state: ControllerState, answer: Actions) -> ControllerState:
     """Start generations beside those whose machines are to be given back, and hold what is missing there open."""
     for slot in desired.slots:
-        latest = newest(state, slot.pipeline)
+        latest = state.newest(slot.pipeline)
         if latest is None or latest.phase != "serving":
             continue
-        if state.slot(slot.pipeline).failures >= desired.max_failures:
+        if desired.given_up(state.slot(slot.pipeline)):
             continue
         # The machines of the plan itself are no stand-ins.
         back = [
@@ -456,37 +518,20 @@ def _stands_in(desired: Desired, state: ControllerState, slot: Slot, latest: Gen
     return machine is not None and desired.market(planned) == "spot" and desired.market(machine.offer) == "on_demand"
 
 
-def _retire(desired: Desired, state: ControllerState) -> ControllerState:
+def _retire(desired: Desired, state: ControllerState, now_s: float) -> ControllerState:
     """Old generations leave once the router has a newer one."""
     if state.draining:
         leaving = [g for g in state.generations if g.phase != "leaving"]
         for generation in leaving:
             state = state.with_generation(generation.replace(phase="leaving"))
         return state
-    wanted = {slot.pipeline for slot in desired.slots}
-    all_serve = all(_confirmed(state, pipeline) is not None for pipeline in wanted)
     for generation in state.generations:
-        if generation.phase == "leaving":
+        confirmed = state.confirmed(generation.pipeline)
+        if generation.phase == "leaving" or desired.slot(generation.pipeline) is None or confirmed is None:
             continue
-        confirmed = _confirmed(state, generation.pipeline)
-        if generation.pipeline not in wanted:
-            # Of a plan before: it serves until the plan in force does.
-            leaves = all_serve or generation.phase == "starting"
-        else:
-            leaves = confirmed is not None and generation.generation < confirmed
-        if leaves:
+        if generation.generation < confirmed:
             state = state.with_generation(generation.replace(phase="leaving"))
-    return state
-
-
-def _confirmed(state: ControllerState, pipeline: int) -> int | None:
-    """The newest generation of a pipeline that serves and that the router has confirmed."""
-    found = [
-        g.generation
-        for g in state.generations
-        if g.pipeline == pipeline and g.phase == "serving" and not g.failed and g.key in state.targets
-    ]
-    return max(found, default=None)
+    return retire_unwanted(desired, state, now_s)
 
 
 def _cancel_exchanges(state: ControllerState) -> ControllerState:
@@ -508,10 +553,11 @@ def _cancel_exchanges(state: ControllerState) -> ControllerState:
     return state
 
 
-def _give_back(state: ControllerState) -> ControllerState:
+def _give_back(desired: Desired, state: ControllerState) -> ControllerState:
     """Machines that no generation is listed on. Spares are held until they are lost or announced to go."""
     used = {name for g in state.generations for name in g.machines}
-    held = {m.name for m in state.machines if m.spare and m.stays and not state.draining}
+    known = {m.name for m in spares(desired, state) if desired.counts.get(m.offer, 1) > 0}
+    held = {m.name for m in state.machines if m.spare and m.name in known and not state.draining}
     for machine in state.machines:
         if machine.phase != "releasing" and (machine.lost or machine.name not in used | held):
             state = state.with_machine(machine.replace(phase="releasing"))
@@ -539,10 +585,11 @@ def actions(desired: Desired, state: ControllerState, now_s: float) -> list[Acti
             todo.append(Await(machine.name))
     wanted = targets(state)
     # At the end the router ends first, by itself.
-    if wanted != state.targets and not state.draining:
+    told = state.told == state.serving or not wanted
+    if (wanted != state.targets or not told) and not state.draining:
         replaced = [g for g in state.generations if g.key in state.targets and g.key not in wanted]
         graces = [_grace_s(desired, state, generation, now_s) for generation in replaced]
-        todo.append(SetTargets(wanted, min([desired.drain_s, *graces])))
+        todo.append(SetTargets(wanted, min([desired.drain_s, *graces]), state.serving))
     for generation in state.generations:
         if generation.phase == "leaving":
             if generation.failed or state.draining or generation.key not in state.targets:
@@ -582,15 +629,17 @@ def _room(desired: Desired, state: ControllerState, generation: Generation) -> b
     return not beside or (desired.beside and len(beside) == 1)
 
 
-def standing_still(desired: Desired, state: ControllerState) -> dict[int, str]:
+def standing_still(desired: Desired, state: ControllerState, now_s: float) -> dict[int, str]:
     """Pipelines that nothing serves, and why."""
     served = {pipeline for pipeline, _ in targets(state)}
     found = {}
     for slot in desired.slots:
         if slot.pipeline in served:
             continue
-        latest, remembered = newest(state, slot.pipeline), state.slot(slot.pipeline)
-        if latest is None:
+        latest, remembered = state.newest(slot.pipeline), state.slot(slot.pipeline)
+        if latest is not None and in_turn(desired, state, slot, now_s):
+            found[slot.pipeline] = "it waits for a machine that a pipeline of the plan before has"
+        elif latest is None:
             found[slot.pipeline] = remembered.why or "it has not begun"
         elif None in latest.machines:
             kinds = [desired.kind(o) for o, m in zip(slot.offers, latest.machines, strict=True) if m is None]

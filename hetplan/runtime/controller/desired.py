@@ -1,28 +1,25 @@
-"""What a plan wants served: its pipelines, the offers of their machines, and where else machines may be rented."""
+"""What is wanted: pipelines, the offers of their machines, and where else machines may be rented."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetplan.catalog.offers import Offer
-from hetplan.errors import InvalidInputError
-from hetplan.launchers.vllm import Node as LaunchNode
-from hetplan.plan import Plan
 from hetplan.policies import Policy
 from hetplan.policies.situation import PoolView, RentedMarket
-from hetplan.runtime.controller.state import ControllerState
+from hetplan.runtime.controller.state import ControllerState, SlotState
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A pipeline copy of the plan: the offer of each of its machines, by rank, and its share of the traffic."""
+    """A pipeline copy of a plan: the offer of each of its machines, by rank, and its model."""
 
     pipeline: int
     offers: tuple[str, ...]
-    weight: float = 1.0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +48,12 @@ class Desired:
         How long an offer without a machine is not asked again.
     max_failures : int
         Starts in a row that may fail before a pipeline is left alone.
+    max_deaths : int
+        Engines in a row that may end before they have served for ``settled_s``.
+    settled_s : float
+        An engine that served so long has shown that it can: what failed before is forgotten.
+    longest_pause_s : float
+        Before a start after a failure; the pause is 2 s after the first and doubles.
     """
 
     slots: tuple[Slot, ...]
@@ -65,10 +68,21 @@ class Desired:
     drain_s: float = 120.0
     retry_s: float = 60.0
     max_failures: int = 3
+    max_deaths: int = 6
+    settled_s: float = 600.0
+    longest_pause_s: float = 60.0
 
     def slot(self, pipeline: int) -> Slot | None:
         """The pipeline of that number, if it is still wanted."""
         return next((s for s in self.slots if s.pipeline == pipeline), None)
+
+    def given_up(self, remembered: SlotState) -> bool:
+        """Whether a pipeline is left alone, as it does not start or does not live."""
+        return remembered.failures >= self.max_failures or remembered.deaths >= self.max_deaths
+
+    def pause_s(self, remembered: SlotState) -> float:
+        """Seconds before a pipeline is started after its last failure."""
+        return float(min(self.longest_pause_s, 2.0 ** min(remembered.failures + remembered.deaths, 30)))
 
     def kind(self, offer: str) -> str:
         """The instance type of an offer."""
@@ -105,6 +119,12 @@ class Desired:
             )
         return views
 
+    def can_be_had(self, state: ControllerState, offer: str, now_s: float) -> bool:
+        """Whether a machine of an offer may be rented now."""
+        held = Counter(m.offer for m in state.machines if m.stays)
+        short = {name for name, until_s in state.short_until_s if until_s > now_s}
+        return self._free(offer, held, short) > 0
+
     def _free(self, offer: str | None, held: Counter[str], short: set[str]) -> int:
         if offer is None or offer in short:
             return 0
@@ -112,56 +132,3 @@ class Desired:
 
     def _price(self, offer: str | None) -> float:
         return math.inf if offer is None else self.offers[offer].billed_usd_per_hour
-
-
-def desired_of(
-    plan: Plan,
-    nodes: Sequence[LaunchNode],
-    policy: Policy,
-    *,
-    fallbacks: Sequence[Offer] = (),
-    stores: bool = False,
-    first_port: int = 8000,
-    start_s: float = 120.0,
-    drain_s: float = 120.0,
-    retry_s: float = 60.0,
-) -> Desired:
-    """What a plan wants, from the nodes that `launchers.vllm.nodes_of` gives for it.
-
-    ``fallbacks`` are offers beyond the plan's own, such as on-demand ones for a plan of spot machines.
-
-    Raises
-    ------
-    InvalidInputError
-        If two offers have one pool and market, which a policy could not tell apart.
-    """
-    pools = {pool.offer.name: pool for pool in plan.placement.cluster.pools}
-    offers = {name: pool.offer for name, pool in pools.items()} | {offer.name: offer for offer in fallbacks}
-    rates = [p.predictions.requests_per_s.value for d in plan.deployments for p in d.pipelines for _ in range(p.count)]
-    numbers = sorted({node.pipeline for node in nodes})
-    slots = tuple(
-        Slot(number, tuple(n.offer for n in sorted(_of(nodes, number), key=lambda n: n.rank)), rate)
-        for number, rate in zip(numbers, rates, strict=True)
-    )
-    room = all(stage.start_kv_cache_bytes > 0 for node in nodes for stage in node.stages)
-    desired = Desired(
-        slots=slots,
-        offers=offers,
-        counts={name: pool.count for name, pool in pools.items()},
-        policy=policy,
-        stores=stores,
-        beside=stores and room,
-        first_port=first_port,
-        start_s=start_s,
-        drain_s=drain_s,
-        retry_s=retry_s,
-    )
-    for name in offers:
-        other = desired.offer_of(desired.pool(name), desired.market(name))
-        if other != name:
-            raise InvalidInputError(f"offers {other!r} and {name!r} are one pool and market; leave one of them out")
-    return desired
-
-
-def _of(nodes: Sequence[LaunchNode], pipeline: int) -> list[LaunchNode]:
-    return [node for node in nodes if node.pipeline == pipeline]

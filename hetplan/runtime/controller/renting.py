@@ -5,32 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hetplan.policies import Actions, Event, Loss, Node, PipelineState, PipelineView, Return, Situation, Tick
+from hetplan.runtime.controller.adopting import in_turn
 from hetplan.runtime.controller.desired import Desired, Slot
 from hetplan.runtime.controller.notices import policy_notice
-from hetplan.runtime.controller.state import ControllerState, Generation, Machine
+from hetplan.runtime.controller.state import ControllerState, Machine
 
 
-def newest(state: ControllerState, pipeline: int) -> Generation | None:
-    """The latest generation of a pipeline that is starting or serving and has not failed."""
-    live = [g for g in state.generations if g.pipeline == pipeline and g.phase != "leaving" and not g.failed]
-    return max(live, key=lambda g: g.generation, default=None)
-
-
-def spares(state: ControllerState) -> list[Machine]:
+def spares(desired: Desired, state: ControllerState) -> list[Machine]:
     """Machines that stay and belong to no pipeline."""
     used = {name for g in state.generations for name in g.machines}
-    return [m for m in state.machines if m.stays and m.name not in used]
+    return [m for m in state.machines if m.stays and m.name not in used and m.offer in desired.offers]
 
 
 def situation(desired: Desired, state: ControllerState, now_s: float, touched: str | None) -> Situation:
     """What the policy may know."""
     return Situation(
         time_s=now_s,
-        pipelines=tuple(_view(desired, state, slot) for slot in desired.slots),
+        pipelines=tuple(_view(desired, state, slot, now_s) for slot in desired.slots),
         pools=desired.pools(state, now_s),
         start_s=desired.start_s,
         touched=touched,
-        spares=tuple(_node(desired, machine) for machine in spares(state)),
+        spares=tuple(_node(desired, machine) for machine in spares(desired, state)),
     )
 
 
@@ -55,12 +50,17 @@ def on_event(
     return desired.policy.decide(situation(desired, state, now_s, None), event)
 
 
-def _view(desired: Desired, state: ControllerState, slot: Slot) -> PipelineView:
-    latest = newest(state, slot.pipeline)
+def _view(desired: Desired, state: ControllerState, slot: Slot, now_s: float) -> PipelineView:
+    latest = state.newest(slot.pipeline)
     serving = any(g.pipeline == slot.pipeline and g.phase == "serving" and not g.failed for g in state.generations)
     bound = (None,) * len(slot.offers) if latest is None else latest.machines
     machines = [None if name is None else state.machine(name) for name in bound]
-    missing = tuple(desired.pool(o) for o, m in zip(slot.offers, machines, strict=True) if m is None)
+    held = set(in_turn(desired, state, slot, now_s))
+    missing = tuple(
+        desired.pool(offer)
+        for rank, (offer, machine) in enumerate(zip(slot.offers, machines, strict=True))
+        if machine is None and rank not in held
+    )
     phase: PipelineState = "serving" if serving else "dead" if missing else "initialising"
     nodes = tuple(_node(desired, m) for m in machines if m is not None)
     return PipelineView(str(slot.pipeline), nodes, phase, missing)

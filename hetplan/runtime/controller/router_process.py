@@ -8,10 +8,12 @@ import sys
 from asyncio import sleep, to_thread
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hetplan.errors import RouterError
 from hetplan.runtime.controller.processes import Detached
 from hetplan.runtime.controller.router import HttpRouter, RouterTarget
+from hetplan.runtime.router.settings import RouteSettings
 
 _STARTS_S = 30.0
 
@@ -24,7 +26,7 @@ class RouterProcess:
     folder : path
         For its settings, log and journal.
     model : str
-        What clients ask for.
+        What clients get who name none.
     host, port : str and int
         Where it listens.
     key : str
@@ -37,15 +39,17 @@ class RouterProcess:
         self._ends = False
         self._http = HttpRouter(f"http://{host}:{port}", key)
 
-    async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
+    async def set_targets(
+        self, targets: Sequence[RouterTarget], routes: Sequence[RouteSettings], *, grace_s: float | None = None
+    ) -> int:
         if self._ends:
             raise RouterError("the router is being ended")
         if not await self.runs():
             if not targets:
                 return 0
-            await to_thread(self._start, targets)
+            await to_thread(self._start, targets, routes)
             await self._answers()
-        return await self._http.set_targets(targets, grace_s=grace_s)
+        return await self._http.set_targets(targets, routes, grace_s=grace_s)
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
         if self._ends:
@@ -53,6 +57,11 @@ class RouterProcess:
         if not await self.runs():
             return (), 0
         return await self._http.targets()
+
+    async def demand(self, window_s: float) -> dict[str, Any]:
+        if self._ends or not await self.runs():
+            raise RouterError("the router does not run")
+        return await self._http.demand(window_s)
 
     async def runs(self) -> bool:
         """Whether it does."""
@@ -63,10 +72,15 @@ class RouterProcess:
         self._ends = True
         await to_thread(self._process.end, grace_s)
 
-    def _start(self, targets: Sequence[RouterTarget]) -> None:
+    def _start(self, targets: Sequence[RouterTarget], routes: Sequence[RouteSettings]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings = self._folder / "router.json"
-        settings.write_text(json.dumps({"model": self._model, "targets": [t._asdict() for t in targets]}), "utf-8")
+        content = {
+            "model": self._model,
+            "targets": [target._asdict() for target in targets],
+            "routes": [route.model_dump() for route in routes],
+        }
+        settings.write_text(json.dumps(content), "utf-8")
         command = [*(sys.executable, "-m", "hetplan", "router", str(settings)), f"--host={self._host}"]
         command += [f"--port={self._port}", f"--journal={self._folder / 'journal'}"]
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
