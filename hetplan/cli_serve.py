@@ -51,16 +51,20 @@ def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
         policy: Annotated[str, typer.Option(help="What is done about interruptions.")] = "hetplan",
         first_port: Annotated[int, typer.Option(min=1024, max=30_000, help="First port of the engines.")] = 8000,
         vllm: Annotated[str, typer.Option(help="The engine's program.")] = "vllm",
+        resolve_every: Annotated[
+            float, typer.Option(min=0, max=86_400, help="Look at the demand every so many seconds; 0 never looks.")
+        ] = 0.0,
     ) -> None:
         """Start a plan on machines of this host and keep it served until SIGTERM or Ctrl-C, which drains.
 
-        A controller that was killed goes on when it is started again with the same plan and folder. Events are written
-        on stderr, a JSON object a line.
+        A controller that was killed goes on when it is started again with the same plan and folder. With
+        --resolve-every it plans anew when demand has moved, and serves the other plan where that is worth it. Events
+        are written on stderr, a JSON object a line.
         """
 
         def run() -> None:
             found = state or _default_state(plan)
-            _serve(plan, model, store, found.absolute(), port, policy, first_port, vllm)
+            _serve(plan, model, store, found.absolute(), port, policy, first_port, vllm, resolve_every)
 
         answer(run, False)
 
@@ -102,7 +106,9 @@ def _status_view(found: dict[str, Any]) -> Group:
 
     router = found["router"]
     said = f"router {router['url']}" if router["answers"] else f"the router does not answer: {router['why']}"
-    pipelines = Table("pipeline", "engines", "router", "in flight", "stages", title=f"{found['model']}, {said}")
+    pipelines = Table(
+        "pipeline", "engines", "router", "in flight", "stages", title=f"{', '.join(found['models'])}, {said}"
+    )
     for one in found["pipelines"]:
         stages = ", ".join(
             f"{s['layers'][0]}-{s['layers'][1] - 1} TP{s['tensor_parallel']} {s['machine'] or 'no machine'}"
@@ -111,6 +117,7 @@ def _status_view(found: dict[str, Any]) -> Group:
         )
         number = str(one["pipeline"]) + ("" if one["generation"] is None else f".{one['generation']}")
         phase = one["phase"] + (f": {one['why']}" if one["why"] else "")
+        phase += "" if one["wanted"] else " (of the plan before)"
         running = one.get("running")
         pipelines.add_row(
             number, phase, one.get("router") or "-", "-" if running is None else str(running), stages or "-"
@@ -148,21 +155,25 @@ def _serve(
     policy_name: str,
     first_port: int,
     vllm: str,
+    resolve_every_s: float,
 ) -> None:
     missing = [name for name in ("ray", "aiohttp") if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidInputError(f"serve needs {missing[0]}; pip install 'hetplan[runtime]'")
+    from hetplan.api import optimize, verify
     from hetplan.catalog.engines import get_engine
     from hetplan.launchers.stores import shard_source
     from hetplan.plan import Plan
     from hetplan.policies import policy
+    from hetplan.resolving import placement_resolver, replanner
     from hetplan.runtime.controller.controller import Controller
-    from hetplan.runtime.controller.desired import desired_of
+    from hetplan.runtime.controller.fleet import Fleet
     from hetplan.runtime.controller.programs import Programs
     from hetplan.runtime.controller.provider import LocalProvider
     from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
     from hetplan.runtime.controller.router_process import RouterProcess
-    from hetplan.runtime.controller.status import KEY, PLAN, say_router
+    from hetplan.runtime.controller.serving import Serving
+    from hetplan.runtime.controller.status import KEY, say_router
     from hetplan.verification import verify_plan
 
     plan = Plan.load(path)
@@ -175,35 +186,38 @@ def _serve(
             f"serve starts machines of this host only, and the plan has {away[0]}; plan for local-cpu, or run a "
             "Controller with the AwsProvider"
         )
-    engine = plan.placement.engine or get_engine("vllm-0.32")
-    source = shard_source(store, engine)
-    programs = Programs(plan, engine, model=model, source=source, vllm=(*shlex.split(vllm), "serve"))
-    desired = desired_of(
-        plan, programs.all_nodes(), policy(policy_name), stores=source is not None, first_port=first_port
-    )
+
+    def programs_of(plan: Plan) -> Programs:
+        engine = plan.placement.engine or get_engine("vllm-0.32")
+        source = shard_source(store, engine)
+        return Programs(plan, engine, model=model, source=source, vllm=(*shlex.split(vllm), "serve"))
+
+    serving = Serving.of(plan)
+    fleet = Fleet(programs_of, policy(policy_name), first_port=first_port)
+    fleet.pipelines(serving)
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    plan.save(state / PLAN)
     say_router(state, f"http://127.0.0.1:{port}")
     make_token(state / "token")
     # Ray reads these when it is imported into each of its processes.
     os.environ.update(ray_environment(state / "token"))
     fleet = f"fleet-{hashlib.sha256(str(state).encode()).hexdigest()[:12]}"
     head = LoopbackHead(_short_folder(fleet), _address(state / "ray-address"))
-    router = RouterProcess(
-        state / "router", plan.placement.model.name, host="127.0.0.1", port=port, key=_key(state / KEY)
-    )
+    router = RouterProcess(state / "router", serving.models[0], host="127.0.0.1", port=port, key=_key(state / KEY))
     _start_head(head)
     agents = RayAgents(head.address, fleet)
     agents.connect()
     provider = LocalProvider(head.address, state / "machines")
     controller = Controller(
-        programs,
-        desired,
+        serving,
+        fleet,
         state,
         provider=provider,
         agents=agents,
         router=router,
         on_event=write_event,
+        replan=replanner(optimize, verify),
+        resolve=placement_resolver(optimize, verify),
+        resolve_every_s=resolve_every_s,
     )
     asyncio.run(_until_drained(controller, router))
     agents.disconnect()

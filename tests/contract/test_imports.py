@@ -31,6 +31,7 @@ RANKS = {
     "solvers": 5,
     "verification": 5,
     "report": 6,
+    "resolving": 7,
     "report_simulation": 6,
     "scoring": 6,
     "api": 7,

@@ -151,6 +151,12 @@ class World:
         self.adoptions += 1
         self.state = adopt(self.state, fingerprint(plan), origins(plan))
         self.desired = replace(self.desired, slots=slots_of(plan, self.state))
+        self.note_served()
+
+    def note_served(self) -> None:
+        """The router has something of the plan in force."""
+        wanted = [slot for pipeline, _ in self.router if (slot := self.desired.slot(pipeline)) is not None]
+        self.taken |= {(self.adoptions, slot.model) for slot in wanted}
 
     def todo(self) -> list[Action]:
         """As the loop does: once. That it comes to rest when nothing happens is seen on a copy."""
@@ -208,8 +214,7 @@ class World:
                 assert all(self.engines.get(key) == "healthy" or not self.whole(key) for key in new)
                 self.router = new
                 self.confirmed |= set(new)
-                wanted = [slot for pipeline, _ in new if (slot := self.desired.slot(pipeline)) is not None]
-                self.taken |= {(self.adoptions, slot.model) for slot in wanted}
+                self.note_served()
                 self.learn(Targeted(new, self.state.revision + 1, serving))
 
     def generation(self, key: tuple[int, int]):

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 import hetplan as hp
 from hetplan.cli import app
 from hetplan.errors import InvalidInputError
-from hetplan.runtime.controller.state import ControllerState, Generation, Machine, SlotState, save
-from hetplan.runtime.controller.status import KEY, PLAN, read_status, say_router
+from hetplan.runtime.controller.serving import Serving, ServingFiles
+from hetplan.runtime.controller.state import SERVINGS, ControllerState, Generation, Machine, Origin, SlotState, save
+from hetplan.runtime.controller.status import KEY, read_status, say_router
 
 NOW_S = 1_000_000.0
 
@@ -35,10 +36,17 @@ def plan() -> hp.Plan:
     )
 
 
+def of(plan: hp.Plan) -> ControllerState:
+    """One pipeline is wanted."""
+    serving = Serving.of(plan).fingerprint
+    origin = Origin(serving=serving, plan=0, number=1, model="qwen3-0.6b", weight=1.0, started_as="a" * 64)
+    slots = (SlotState(pipeline=1, origin=origin),)
+    return ControllerState(given=serving, serving=serving, servings=(serving,), slots=slots)
+
+
 def saved(folder: Path, plan: hp.Plan, port: int = 8000) -> Path:
     """A state in which the plan's one pipeline serves, its machine is under notice, and a replacement boots."""
-    folder.mkdir()
-    plan.save(folder / PLAN)
+    ServingFiles(folder / SERVINGS).write(Serving.of(plan))
     machines = (
         Machine(name="m-1", offer="spot", phase="ready", address="127.0.0.1", deadline_s=NOW_S + 90),
         Machine(name="m-2", offer="spot", phase="booting"),
@@ -47,7 +55,7 @@ def saved(folder: Path, plan: hp.Plan, port: int = 8000) -> Path:
         Generation(pipeline=1, generation=1, machines=("m-1",), port=port, phase="serving", started=True, loaded=(0,)),
         Generation(pipeline=1, generation=2, machines=(None,), port=8001),
     )
-    state = ControllerState(plan_fingerprint="f" * 64, machines=machines, generations=generations, targets=((1, 1),))
+    state = of(plan).replace(machines=machines, generations=generations, targets=((1, 1),))
     save(state, folder / "state.json")
     return folder
 
@@ -67,7 +75,8 @@ def test_pipelines_machines_and_notices(plan: hp.Plan, tmp_path: Path) -> None:
 
 def test_a_pipeline_without_engines_says_why(plan: hp.Plan, tmp_path: Path) -> None:
     folder = saved(tmp_path / "state", plan)
-    state = ControllerState(plan_fingerprint="f" * 64, slots=(SlotState(pipeline=1, failures=3, why="no such model"),))
+    state = of(plan)
+    state = state.with_slot(state.slot(1).replace(failures=3, why="no such model"))
     save(state, folder / "state.json")
     (only,) = asyncio.run(read_status(folder))["pipelines"]
     assert (only["phase"], only["why"]) == ("missing", "no such model")
@@ -94,7 +103,7 @@ def test_on_the_command_line(plan: hp.Plan, tmp_path: Path) -> None:
     folder = saved(tmp_path / "state", plan)
     done = CliRunner().invoke(app, ["status", str(folder), "--json"])
     assert done.exit_code == 0
-    assert json.loads(done.stdout)["model"] == "qwen3-0.6b"
+    assert json.loads(done.stdout)["models"] == ["qwen3-0.6b"]
     shown = CliRunner().invoke(app, ["status", str(folder)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     for word in ("serving", "m-1", "no machine", "booting"):

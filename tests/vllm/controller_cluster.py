@@ -21,12 +21,14 @@ from hetplan.estimator.base import make_estimator
 from hetplan.estimator.pipeline import StageShape, pipeline_rates
 from hetplan.policies import policy
 from hetplan.runtime.controller.controller import Controller
-from hetplan.runtime.controller.desired import desired_of
+from hetplan.runtime.controller.fleet import Fleet
 from hetplan.runtime.controller.processes import Detached
 from hetplan.runtime.controller.programs import Programs
 from hetplan.runtime.controller.provider import LocalProvider
 from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
 from hetplan.runtime.controller.router import RouterTarget
+from hetplan.runtime.controller.serving import Serving
+from hetplan.runtime.router.settings import RouteSettings
 from hetplan.solvers.base import PipelineChoice, Solution
 from hetplan.solvers.build import build_plan
 
@@ -80,13 +82,18 @@ class FileRouter:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    async def set_targets(self, targets: Sequence[RouterTarget], *, grace_s: float | None = None) -> int:
+    async def set_targets(
+        self, targets: Sequence[RouterTarget], routes: Sequence[RouteSettings], *, grace_s: float | None = None
+    ) -> int:
         revision = self.read()[1] + 1
         self.path.write_text(json.dumps([list(targets), revision]))
         return revision
 
     async def targets(self) -> tuple[tuple[RouterTarget, ...], int]:
         return self.read()
+
+    async def demand(self, window_s: float) -> dict[str, Any]:
+        return {"covered_s": window_s, "demand": []}
 
     def read(self) -> tuple[tuple[RouterTarget, ...], int]:
         if not self.path.exists():
@@ -118,15 +125,17 @@ def controller_of(
     engine = folder / "engine.py"
     engine.write_text(ENGINE)
     plan = spot_plan(pipelines)
-    programs = Programs(plan, ENGINES["vllm-0.32"], vllm=(sys.executable, str(engine)))
-    desired = desired_of(
-        plan, programs.all_nodes(), policy("both"), first_port=int((folder / "first_port").read_text()), drain_s=5.0
+    fleet = Fleet(
+        lambda plan: Programs(plan, ENGINES["vllm-0.32"], vllm=(sys.executable, str(engine))),
+        policy("both"),
+        first_port=int((folder / "first_port").read_text()),
+        drain_s=5.0,
     )
     agents = RayAgents(address, f"fleet-{folder.name}")
     agents.connect()
     return Controller(
-        programs,
-        desired,
+        Serving.of(plan),
+        fleet,
         folder / "controller",
         provider=LocalProvider(address, folder / "machines"),
         agents=agents,

@@ -24,12 +24,13 @@ from hetplan.catalog.engines import get_engine
 from hetplan.launchers.stores import shard_source
 from hetplan.policies import policy
 from hetplan.runtime.controller.controller import Controller
-from hetplan.runtime.controller.desired import desired_of
+from hetplan.runtime.controller.fleet import Fleet
 from hetplan.runtime.controller.processes import Detached
 from hetplan.runtime.controller.programs import Programs
 from hetplan.runtime.controller.provider import LocalProvider
 from hetplan.runtime.controller.ray_agents import RayAgents
 from hetplan.runtime.controller.router_process import RouterProcess
+from hetplan.runtime.controller.serving import Serving
 
 PROMPT = list(range(10, 30))
 TOKENS, CLIENTS = 600, 4
@@ -103,8 +104,7 @@ def live_through(environment: Path, model: Path, shards: Path, *, grace_s: float
             vllm=(str(environment / "bin" / "vllm"), "serve"),
             variables=PATIENT | {"VLLM_NO_USAGE_STATS": "1", "PATH": path},
         )
-        desired = desired_of(plan, programs.all_nodes(), policy("both"), stores=True, first_port=8140, drain_s=20.0)
-        assert desired.beside
+        fleet = Fleet(lambda _: programs, policy("both"), first_port=8140, drain_s=20.0)
         agents = RayAgents(address, folder.name)
         agents.connect()
         port = free_port()
@@ -115,8 +115,8 @@ def live_through(environment: Path, model: Path, shards: Path, *, grace_s: float
             lived.events.append({"event": name, "at_s": time.time(), **values})
 
         controller = Controller(
-            programs,
-            desired,
+            Serving.of(plan),
+            fleet,
             folder / "controller",
             provider=LocalProvider(address, folder / "machines"),
             agents=agents,

@@ -54,7 +54,7 @@ from hetplan.runtime.controller.provider import MachineProvider, NoMachineError
 from hetplan.runtime.controller.ray_agents import AgentGoneError, Agents
 from hetplan.runtime.controller.router import RouterClient, RouterTarget
 from hetplan.runtime.controller.serving import Serving, ServingFiles, changes, routes_over
-from hetplan.runtime.controller.state import ControllerState, Generation, Machine, load, save
+from hetplan.runtime.controller.state import SERVINGS, ControllerState, Generation, Machine, load, save
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 # Given what is served, and how many machines of each offer can be had.
@@ -67,7 +67,6 @@ _START_S = 1800.0
 _LAST_RANKS_S = 5.0
 _STATUS_S, _MISSES = 4.0, 4
 _REPLAN_EVERY_S, _RETURN_EVERY_S = 300.0, 600.0
-SERVINGS = "servings"
 _SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 5.0, 595.0
 _CHECK_ROUTER_EVERY_S = 10.0
 _LONGEST_PAUSE_S = 30.0

@@ -20,6 +20,8 @@ Number = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 SCHEMA: Literal["hetplan.controller/2"] = "hetplan.controller/2"
+# Of the folder of the state: what is served and was.
+SERVINGS = "servings"
 _FAMILY = "hetplan.controller/"
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hetplan.errors import InvalidInputError, RouterError
-from hetplan.plan import Pipeline, Plan
-from hetplan.runtime.controller.state import ControllerState, Generation, Machine, load
+from hetplan.plan import Pipeline
+from hetplan.runtime.controller.serving import Serving, ServingFiles
+from hetplan.runtime.controller.state import SERVINGS, ControllerState, Generation, Machine, Origin, load
 from hetplan.runtime.router.admin import RouterAdmin
 
-PLAN, ROUTER, KEY = "plan.json", "router-address", "admin-key"
+ROUTER, KEY = "router-address", "admin-key"
 _DEMAND_S = 60.0
 
 
@@ -31,8 +32,8 @@ async def read_status(folder: Path, key: str | None = None, clock: Callable[[], 
     Returns
     -------
     dict
-        ``model``, ``draining``, ``pipelines``, ``machines``, ``router`` and ``demand``; what the router does not say,
-        as it cannot be reached, is None.
+        ``models``, ``serving`` (and ``returns_to``, where that stands in), ``draining``, ``pipelines``, ``machines``,
+        ``counters``, ``router`` and ``demand``; what the router does not say, as it cannot be reached, is None.
 
     Raises
     ------
@@ -42,13 +43,17 @@ async def read_status(folder: Path, key: str | None = None, clock: Callable[[], 
     state = load(folder / "state.json")
     if state is None:
         raise InvalidInputError(f"nothing is served from {folder}; give the --state of `hetplan serve`")
-    plan = Plan.load(folder / PLAN)
+    files = ServingFiles(folder / SERVINGS)
+    servings = {fingerprint: files.read(fingerprint) for fingerprint in state.servings}
     router, told, demand = await _asked(folder, key)
     return {
-        "model": plan.placement.model.name,
+        "models": list(servings[state.serving].models),
+        "serving": state.serving,
+        "returns_to": state.returns_to,
         "draining": state.draining,
-        "pipelines": _pipelines(plan, state, told),
+        "pipelines": _pipelines(servings, state, told),
         "machines": [_machine(machine, clock()) for machine in state.machines],
+        "counters": state.counters.model_dump(),
         "router": router,
         "demand": demand,
     }
@@ -78,18 +83,28 @@ async def _asked(
         return {"url": url, "answers": False, "why": str(error)}, {}, None
 
 
-def _pipelines(plan: Plan, state: ControllerState, told: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    copies = [
-        pipeline for deployment in plan.deployments for pipeline in deployment.pipelines for _ in range(pipeline.count)
-    ]
+def _pipelines(
+    servings: dict[str, Serving], state: ControllerState, told: dict[tuple[str, int], dict[str, Any]]
+) -> list[dict[str, Any]]:
     found = []
-    for number, pipeline in enumerate(copies, start=1):
-        here = [generation for generation in state.generations if generation.pipeline == number]
-        found += [_generation(pipeline, generation, state, told) for generation in here]
+    for slot in state.slots:
+        if slot.origin is None:
+            continue
+        about = {"model": slot.origin.model, "wanted": slot.origin.serving == state.serving}
+        pipeline = _pipeline(servings, slot.origin)
+        here = [generation for generation in state.generations if generation.pipeline == slot.pipeline]
+        found += [about | _generation(pipeline, generation, state, told) for generation in here]
         if not here:
-            why = state.slot(number).why or "it waits for machines"
-            found.append({"pipeline": number, "generation": None, "phase": "missing", "why": why, "stages": []})
+            why = slot.why or "it waits for machines"
+            missing = {"pipeline": slot.pipeline, "generation": None, "phase": "missing", "why": why, "stages": []}
+            found.append(about | missing)
     return found
+
+
+def _pipeline(servings: dict[str, Serving], origin: Origin) -> Pipeline:
+    plan = servings[origin.serving].plans[origin.plan]
+    copies = [p for deployment in plan.deployments for p in deployment.pipelines for _ in range(p.count)]
+    return copies[origin.number - 1]
 
 
 def _generation(

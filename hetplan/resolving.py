@@ -1,0 +1,187 @@
+"""Other plans for what is served: for what is asked for lately, and for the machines that are left.
+
+What is returned goes to `hetplan.runtime.controller.controller.Controller`. The verbs that plan and check are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError
+from hetplan.plan import Plan
+from hetplan.problem.allocation import AllocationProblem
+from hetplan.problem.placement import PlacementProblem
+from hetplan.runtime.controller.demand import Demand
+from hetplan.runtime.controller.serving import Load, Serving
+from hetplan.runtime.router.settings import RouteSettings
+from hetplan.workload.requests import QueryType, TokenDistribution, Workload
+
+Problem = PlacementProblem | AllocationProblem
+# Given a problem; raises where there is no plan.
+Optimize = Callable[[Problem], Plan]
+# Given a plan; what is wrong with it.
+Verify = Callable[[Plan], Sequence[object]]
+Resolver = Callable[[Serving, Demand], Serving | None]
+Replanner = Callable[[Serving, Mapping[str, int]], Serving | None]
+
+# Lengths that have moved less than this are planned for as before, so that engines' settings stay what they are.
+_SAME_LENGTHS = 0.2
+
+
+def placement_resolver(optimize: Optimize, verify: Verify) -> Resolver:
+    """A plan of one model for the measured rate and lengths.
+
+    Only where the rate matters: for objective "cost", or a workload that states one. Where no plan serves that much,
+    the one that serves most. An engine's longest request stays what it is.
+    """
+
+    def resolve(serving: Serving, demand: Demand) -> Serving | None:
+        if len(serving.plans) != 1:
+            return None
+        (plan,) = serving.plans
+        loads = [load for load in demand.values() if load.model == plan.placement.model.name]
+        if len(loads) != 1 or not loads[0].requests_per_s or not _rate_matters(plan.placement):
+            return None
+        found = _sound(optimize, verify, asked_for(plan, loads[0]))
+        return None if found is None else Serving(plans=(found,), planned=(loads[0],))
+
+    return resolve
+
+
+def allocation_resolver(
+    plan: Plan, optimize: Optimize, verify: Verify, placement_plans: Callable[[Plan], Sequence[Plan]]
+) -> Resolver:
+    """A plan of several models for the measured requests of each query type.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of an allocation problem.
+    optimize, verify : callable
+    placement_plans : callable
+        One placement plan for each of its deployments, in their order.
+    """
+
+    def resolve(_: Serving, demand: Demand) -> Serving | None:
+        problem = plan.problem
+        if not isinstance(problem, AllocationProblem):
+            return None
+        types = []
+        for query in problem.query_types:
+            rate = sum(load.requests_per_s for load in demand.values() if load.query_type == query.name)
+            types.append(query.replace(requests_per_hour=3600 * rate) if rate else query)
+        found = _sound(optimize, verify, problem.replace(query_types=tuple(types)))
+        return None if found is None else allocation_serving(found, placement_plans(found))
+
+    return resolve
+
+
+def allocation_serving(plan: Plan, plans: Sequence[Plan]) -> Serving:
+    """What an allocation plan wants served, from one placement plan for each of its deployments, in their order.
+
+    Raises
+    ------
+    InvalidInputError
+        If it answers another kind of problem, or there are more or fewer plans than deployments.
+    """
+    problem = plan.problem
+    if not isinstance(problem, AllocationProblem) or len(plans) != len(plan.deployments):
+        raise InvalidInputError(
+            f"{len(plans)} placement plans for {len(plan.deployments)} deployments of a plan of an allocation problem; "
+            "give one for each"
+        )
+    shares: dict[tuple[str, str], float] = {}
+    for route in plan.routes:
+        key = route.query_type, plans[route.deployment].placement.model.name
+        shares[key] = shares.get(key, 0.0) + route.fraction
+    types = {query.name: query for query in problem.query_types}
+    return Serving(
+        plans=tuple(plans),
+        routes=tuple(RouteSettings(query_type=t, model=m, fraction=min(1.0, f)) for (t, m), f in shares.items()),
+        planned=tuple(
+            Load(
+                model=model,
+                query_type=name,
+                requests_per_s=types[name].requests_per_hour / 3600 * share,
+                mean_input_tokens=types[name].input_tokens,
+                mean_output_tokens=types[name].output_tokens,
+            )
+            for (name, model), share in shares.items()
+        ),
+    )
+
+
+def replanner(optimize: Optimize, verify: Verify) -> Replanner:
+    """A plan of one model over the machines that can be had: as asked for, or else the one that serves most."""
+
+    def replan(serving: Serving, machines: Mapping[str, int]) -> Serving | None:
+        if len(serving.plans) != 1:
+            return None
+        problem = serving.plans[0].placement
+        counts = {pool.offer.name: min(pool.count, machines.get(pool.offer.name, 0)) for pool in problem.cluster.pools}
+        pools = tuple(pool.replace(count=counts[p]) for pool in problem.cluster.pools if counts[p := pool.offer.name])
+        if not pools:
+            return None
+        left = _as_started(serving.plans[0]).replace(cluster=problem.cluster.replace(pools=pools, zone_links=()))
+        found = _sound(optimize, verify, left)
+        return None if found is None else Serving(plans=(found,), planned=serving.planned)
+
+    return replan
+
+
+def asked_for(plan: Plan, load: Load) -> PlacementProblem:
+    """A plan's problem with what is asked for lately."""
+    problem = _as_started(plan)
+    workload, longest = problem.workload, problem.max_model_len or problem.workload.max_tokens
+    inputs = _factor(workload.mean_input_tokens, load.mean_input_tokens)
+    outputs = _factor(workload.mean_output_tokens, load.mean_output_tokens)
+    needed = max(q.input_tokens.maximum * inputs + q.output_tokens.maximum * outputs for q in workload.query_types)
+    # Longer requests than the engines take are not answered.
+    within = min(1.0, longest / needed)
+    rate = workload.requests_per_s or 1.0
+    types = tuple(
+        QueryType(
+            name=query.name,
+            requests_per_s=load.requests_per_s * ((query.requests_per_s or rate) / rate),
+            input_tokens=_times(query.input_tokens, inputs * within),
+            output_tokens=_times(query.output_tokens, outputs * within),
+            prefix_cache_hit_rate=query.prefix_cache_hit_rate,
+            slo=query.slo,
+        )
+        for query in workload.query_types
+    )
+    return problem.replace(workload=Workload(query_types=types))
+
+
+def _as_started(plan: Plan) -> PlacementProblem:
+    longest = max(pipeline.max_model_len for d in plan.deployments for pipeline in d.pipelines)
+    return plan.placement.replace(max_model_len=longest)
+
+
+def _rate_matters(problem: PlacementProblem) -> bool:
+    return problem.objective in ("cost", "expected_cost") or problem.workload.requests_per_s is not None
+
+
+def _factor(planned_tokens: float, measured_tokens: float | None) -> float:
+    if not measured_tokens or abs(measured_tokens - planned_tokens) <= _SAME_LENGTHS * planned_tokens:
+        return 1.0
+    return measured_tokens / planned_tokens
+
+
+def _times(tokens: TokenDistribution, factor: float) -> TokenDistribution:
+    return tokens if factor == 1.0 else tokens.replace(tokens=tuple(t * factor for t in tokens.tokens))
+
+
+def _sound(optimize: Optimize, verify: Verify, problem: Problem) -> Plan | None:
+    """A plan, if there is a sound one."""
+    tried: list[Problem] = [problem]
+    if isinstance(problem, PlacementProblem) and problem.objective != "throughput":
+        tried.append(problem.replace(objective="throughput", slo=None))
+    for one in tried:
+        try:
+            found = optimize(one)
+        except (InfeasibleError, NoSolutionError):
+            continue
+        if not verify(found):
+            return found
+    return None
