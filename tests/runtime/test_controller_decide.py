@@ -143,12 +143,14 @@ class World:
     broken: bool = False
     adoptions: int = 0
     last_wanted: dict[int, int] = field(default_factory=dict)
+    leaving: set[tuple[int, int]] = field(default_factory=set)
     taken: set[tuple[int, str]] = field(default_factory=set)
 
     def adopt(self, plan: Pipelines) -> None:
         for slot in self.desired.slots:
             self.last_wanted[slot.pipeline] = self.adoptions
         self.adoptions += 1
+        self.leaving |= {g.key for g in self.state.generations if g.phase == "leaving"}
         self.state = adopt(self.state, fingerprint(plan), origins(plan))
         self.desired = replace(self.desired, slots=slots_of(plan, self.state))
         self.note_served()
@@ -232,6 +234,9 @@ class World:
             self.may_end_of_a_plan_before(key)
             return
         # It may have failed since: what has begun to end is not taken back.
+        if key in self.leaving:
+            # It left before another plan was adopted, and was held to the rules then.
+            return
         others = [k for k in self.confirmed if k[0] == key[0] and k[1] > key[1]]
         assert others or self.generation(key).failed, f"the only generation of pipeline {key[0]} is ended"
 

@@ -40,6 +40,7 @@ def adopt(
         else:
             free.remove(same)
         slots[same.pipeline] = same.replace(origin=origin)
+        state = _taken_back(state, same.pipeline)
     known = (*(f for f in state.servings if f != serving), serving)
     adopted = state.serving != serving
     return state.replace(
@@ -50,6 +51,17 @@ def adopt(
         pipelines_numbered=numbered,
         counters=state.counters.replace(adoptions=state.counters.adoptions + adopted),
     )
+
+
+def _taken_back(state: ControllerState, pipeline: int) -> ControllerState:
+    """A pipeline that is wanted again serves on if the router still has the generation that was to leave."""
+    for generation in state.generations:
+        leaves = generation.phase == "leaving" and not generation.failed and generation.healthy_s is not None
+        if generation.pipeline != pipeline or not leaves or generation.key not in state.targets:
+            continue
+        if state.newest(pipeline) is None and not state.draining:
+            state = state.with_generation(generation.replace(phase="serving"))
+    return state
 
 
 def forget(desired: Desired, state: ControllerState) -> ControllerState:
