@@ -200,11 +200,11 @@ def _serve(
     make_token(state / "token")
     # Ray reads these when it is imported into each of its processes.
     os.environ.update(ray_environment(state / "token"))
-    fleet = f"fleet-{hashlib.sha256(str(state).encode()).hexdigest()[:12]}"
-    head = LoopbackHead(_short_folder(fleet), _address(state / "ray-address"))
+    name = f"fleet-{hashlib.sha256(str(state).encode()).hexdigest()[:12]}"
+    head = LoopbackHead(_short_folder(name), _address(state / "ray-address"))
     router = RouterProcess(state / "router", serving.models[0], host="127.0.0.1", port=port, key=_key(state / KEY))
     _start_head(head)
-    agents = RayAgents(head.address, fleet)
+    agents = RayAgents(head.address, name)
     agents.connect()
     provider = LocalProvider(head.address, state / "machines")
     controller = Controller(

@@ -96,7 +96,13 @@ def _pipelines(
         found += [about | _generation(pipeline, generation, state, told) for generation in here]
         if not here:
             why = slot.why or "it waits for machines"
-            missing = {"pipeline": slot.pipeline, "generation": None, "phase": "missing", "why": why, "stages": []}
+            missing: dict[str, Any] = {
+                "pipeline": slot.pipeline,
+                "generation": None,
+                "phase": "missing",
+                "why": why,
+                "stages": [],
+            }
             found.append(about | missing)
     return found
 
