@@ -122,7 +122,7 @@ def replanner(optimize: Optimize, verify: Verify) -> Replanner:
         pools = tuple(pool.replace(count=counts[p]) for pool in problem.cluster.pools if counts[p := pool.offer.name])
         if not pools:
             return None
-        left = _as_started(serving.plans[0]).replace(cluster=problem.cluster.replace(pools=pools, zone_links=()))
+        left = problem.replace(cluster=problem.cluster.replace(pools=pools, zone_links=()))
         found = _sound(optimize, verify, left)
         return None if found is None else Serving(plans=(found,), planned=serving.planned)
 
@@ -131,13 +131,14 @@ def replanner(optimize: Optimize, verify: Verify) -> Replanner:
 
 def asked_for(plan: Plan, load: Load) -> PlacementProblem:
     """A plan's problem with what is asked for lately."""
-    problem = _as_started(plan)
-    workload, longest = problem.workload, problem.max_model_len or problem.workload.max_tokens
+    problem = plan.placement
+    workload, longest = problem.workload, max(p.max_model_len for d in plan.deployments for p in d.pipelines)
     inputs = _factor(workload.mean_input_tokens, load.mean_input_tokens)
     outputs = _factor(workload.mean_output_tokens, load.mean_output_tokens)
     needed = max(q.input_tokens.maximum * inputs + q.output_tokens.maximum * outputs for q in workload.query_types)
     # Longer requests than the engines take are not answered.
-    within = min(1.0, longest / needed)
+    same = inputs == outputs == 1.0
+    within = 1.0 if same else min(1.0, longest / needed * (1 - 1e-9))
     rate = workload.requests_per_s or 1.0
     types = tuple(
         QueryType(
@@ -150,12 +151,9 @@ def asked_for(plan: Plan, load: Load) -> PlacementProblem:
         )
         for query in workload.query_types
     )
-    return problem.replace(workload=Workload(query_types=types))
-
-
-def _as_started(plan: Plan) -> PlacementProblem:
-    longest = max(pipeline.max_model_len for d in plan.deployments for pipeline in d.pipelines)
-    return plan.placement.replace(max_model_len=longest)
+    return problem.replace(
+        workload=Workload(query_types=types), max_model_len=problem.max_model_len if same else longest
+    )
 
 
 def _rate_matters(problem: PlacementProblem) -> bool:

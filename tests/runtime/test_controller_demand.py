@@ -79,11 +79,6 @@ def test_lines_that_no_plan_tells_apart_are_counted_to_their_model() -> None:
         read({"covered_s": 60.0, "demand": [{}]}, {KEY})
 
 
-@pytest.fixture(scope="module")
-def two() -> hp.Plan:
-    return cheapest(60.0)
-
-
 def cheapest(rate: float) -> hp.Plan:
     return hp.optimize(
         model="llama-3.1-8b",
@@ -139,9 +134,11 @@ def test_the_plan_for_what_is_asked_for_keeps_the_engines_settings() -> None:
     problem = asked_for(serving.plans[0], load)
     # So little longer prompts do not change what engines are started with.
     assert problem.workload.mean_input_tokens == 200
-    assert problem.max_model_len == serving.plans[0].placement.longest_request_tokens
+    assert problem.longest_request_tokens == serving.plans[0].placement.longest_request_tokens
+    longer = asked_for(serving.plans[0], load.replace(mean_input_tokens=400.0))
+    assert longer.max_model_len == problem.longest_request_tokens
     # More than all machines can do: the most that they can.
-    most = placement_resolver(optimize, hp.verify)(serving, {KEY: load.replace(requests_per_s=100 * rate)})
+    most = placement_resolver(optimize, hp.verify)(serving, {KEY: load.replace(requests_per_s=99 * rate)})
     assert most is not None
     assert sum(p.count for p in most.plans[0].deployments[0].pipelines) == 8
 
@@ -157,13 +154,13 @@ def test_fewer_machines_are_planned_for_as_far_as_they_go() -> None:
 
 
 def test_an_allocation_is_planned_for_the_measured_requests_of_each_query_type() -> None:
-    problem = hp.AllocationProblem.canonical(query_types=2, models=2, tiers=2, seed=0)
-    plan = hp.optimize(problem)
+    problem = hp.AllocationProblem.canonical(query_types=6, models=6, tiers=10, seed=0)
+    plan = hp.optimize(problem, solver="gh")
     asked: list[hp.AllocationProblem] = []
 
     def note(found: hp.PlacementProblem | hp.AllocationProblem) -> hp.Plan:
         asked.append(found)
-        return hp.optimize(found)
+        return hp.optimize(found, solver="gh")
 
     def placements(found: hp.Plan) -> list[hp.Plan]:
         return [cheapest(0.01)] * len(found.deployments)

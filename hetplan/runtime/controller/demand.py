@@ -105,7 +105,12 @@ def watch(watched: Watched, reading: Reading, band: Band) -> tuple[Watched, Dema
     smooth = {key: _mixed(watched.smooth.get(key, load), load, band.smoothing) for key, load in reading.demand.items()}
     # Where nothing was planned for, what is seen first is what later ones are compared with.
     base = {key: watched.planned.get(key, load) for key, load in smooth.items()}
-    if not any(_has_moved(base[key], load, reading.covered_s, band.change) for key, load in smooth.items()):
+    # The reading itself is outside too: what swings around what was planned for leaves no trace.
+    if not any(
+        _has_moved(base[key], load, reading.covered_s, band.change)
+        and _has_moved(base[key], reading.demand[key], reading.covered_s, band.change)
+        for key, load in smooth.items()
+    ):
         return Watched(base, smooth), None
     held = (*watched.held, reading)
     if len(held) < band.readings:
