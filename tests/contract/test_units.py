@@ -39,7 +39,8 @@ PLAIN = {
     "delay_spread", "error_spread", "arrival_spread", "stress", "cvar_level", "max_violation_rate", "max_extra_cost",
     # counts, degrees and indices
     "max_in_flight", "max_choices", "pipeline", "port", "weight", "revision",
-    "generation", "generations", "failures", "loaded", "targets", "machines_named", "ports_used",
+    "generation", "generations", "failures", "deaths", "loaded", "targets", "machines_named", "ports_used",
+    "pipelines_numbered", "shunts", "adoptions", "plan", "number",
     "scenarios", "model", "tier", "machines", "closed", "replicas", "copied", "parts",
     "layer", "rank", "ranks", "pid",
     "count", "gpu_count", "gpu_indices", "tensor_parallel", "layers", "node", "deployment", "max_num_seqs",

@@ -369,6 +369,85 @@ def test_another_plan_is_taken_over_without_a_gap() -> None:
     assert len(world.alive) == 2
 
 
+def die(world: World, pipeline: int, after_s: float) -> float | None:
+    """Its engine dies; the seconds until the next start, None if there is none."""
+    world.now_s += after_s
+    world.todo()
+    key = {k[0]: k for k in world.router}[pipeline]
+    world.engines[key] = "dead"
+    world.learn(Failed(key, "out of memory"))
+    began_s = world.now_s
+    while world.state.newest(pipeline) is None:
+        for action in world.todo():
+            if isinstance(action, (End, SetTargets)):
+                world.do(action)
+        if world.now_s - began_s > 100:
+            return None
+        world.now_s += 1
+    pause_s = world.now_s - 1 - began_s
+    world.settle()
+    return pause_s
+
+
+def test_an_engine_that_dies_young_is_started_after_growing_pauses_and_then_left_alone() -> None:
+    world = started(wanted())
+    pauses = [die(world, 2, 5.0) for _ in range(6)]
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 32.0, None]
+    why = standing_still(world.desired, world.state, world.now_s)
+    assert "6 engines ended soon after they had become healthy, the last by: out of memory" in why[2]
+    assert world.served() == [1]
+
+
+def test_an_engine_that_served_long_begins_anew() -> None:
+    world = started(wanted())
+    assert [die(world, 2, 5.0) for _ in range(4)][-1] == 16.0
+    die(world, 2, 700.0)
+    assert [die(world, 2, 5.0) for _ in range(3)] == [2.0, 4.0, 8.0]
+    assert world.state.counters.failures == 8
+
+
+@settings(max_examples=20, deadline=None)
+@given(lived_s=st.lists(st.sampled_from([1.0, 100.0, 400.0, 700.0]), min_size=1, max_size=12))
+def test_pauses_are_bounded_and_only_those_that_die_young_are_left_alone(lived_s: list[float]) -> None:
+    world = started(wanted())
+    young = 0
+    for after_s in lived_s:
+        pause_s = die(world, 2, after_s)
+        young = 0 if after_s >= 600 else young + 1
+        if young == 6:
+            assert pause_s is None
+            return
+        assert pause_s is not None
+        assert 0 <= pause_s <= 60
+
+
+def test_with_as_few_machines_as_there_are_a_model_is_served_while_plans_change() -> None:
+    world = World(wanted(counts={BIG: 1, SMALL: 2, BIG_DEMAND: 0, SMALL_DEMAND: 0}))
+    world.settle()
+    routers = []
+    # The new pipeline needs both small machines.
+    world.adopt((((SMALL, SMALL), "x"),))
+    for _ in range(60):
+        for action in world.todo():
+            if action in world.todo():
+                world.do(action)
+        routers.append(world.served())
+    assert world.served() == [3]
+    assert len(world.alive) == 2
+    gaps = [served for served in routers if not served]
+    assert len(gaps) < 20
+
+
+def test_a_plan_that_does_not_start_ends_nothing() -> None:
+    world = started(wanted(counts={BIG: 1, SMALL: 3, BIG_DEMAND: 0, SMALL_DEMAND: 0}))
+    world.broken = True
+    # The second starts beside, and fails; the third waits for the machine of the pipeline that only the old plan has.
+    world.adopt((((SMALL,), "x"), ((SMALL,), "x"), ((BIG,), "x")))
+    world.settle()
+    # The one that both plans have, and the other of the plan before.
+    assert world.served() == [1, 2]
+
+
 MISFORTUNES = ("notice", "lose", "engine", "shortage", "plenty", "restart", "wait", "adopt")
 
 
