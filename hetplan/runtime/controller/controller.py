@@ -170,7 +170,7 @@ class Controller:
             self._become(self.state.replace(draining=False))
         if self._restarted:
             # Whatever the router was told meanwhile, it is told what serves now.
-            self._become(self.state.replace(targets=()))
+            self._become(self.state.replace(told=None))
         watching = asyncio.create_task(self._watch_demand())
         try:
             while not self._stopping:
@@ -293,7 +293,7 @@ class Controller:
             listed, _ = await self._router.targets()
             ours = {(t.address, t.port) for t in self._targets(self.state.targets)}
             if {(t.address, t.port) for t in listed} != ours:
-                self._become(self.state.replace(targets=()))
+                self._become(self.state.replace(told=None))
 
     async def _watch_demand(self) -> None:
         """Look at what is asked for, and serve another plan where that is worth it."""
