@@ -154,14 +154,17 @@ def _serve(
         raise InvalidInputError(f"serve needs {missing[0]}; pip install 'hetplan[runtime]'")
     from hetplan.catalog.engines import get_engine
     from hetplan.launchers.stores import shard_source
+    from hetplan.launchers.vllm import model_source
     from hetplan.plan import Plan
     from hetplan.policies import policy
     from hetplan.runtime.controller.controller import Controller
     from hetplan.runtime.controller.desired import desired_of
+    from hetplan.runtime.controller.preflight import check_engine, check_model, check_ports
     from hetplan.runtime.controller.programs import Programs
     from hetplan.runtime.controller.provider import LocalProvider
     from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
     from hetplan.runtime.controller.router_process import RouterProcess
+    from hetplan.runtime.controller.state import load
     from hetplan.runtime.controller.status import KEY, PLAN, say_router
     from hetplan.verification import verify_plan
 
@@ -177,10 +180,16 @@ def _serve(
         )
     engine = plan.placement.engine or get_engine("vllm-0.32")
     source = shard_source(store, engine)
-    programs = Programs(plan, engine, model=model, source=source, vllm=(*shlex.split(vllm), "serve"))
-    desired = desired_of(
-        plan, programs.all_nodes(), policy(policy_name), stores=source is not None, first_port=first_port
-    )
+    program = shlex.split(vllm)
+    programs = Programs(plan, engine, model=model, source=source, vllm=(*program, "serve"))
+    nodes = programs.all_nodes()
+    check_engine(program, engine, nodes)
+    check_model(model_source(plan.placement.model, model))
+    before = load(state / "state.json")
+    if before is None or not before.machines:
+        # Otherwise these may be its own.
+        check_ports([port, *range(first_port, first_port + len({node.pipeline for node in nodes}))])
+    desired = desired_of(plan, nodes, policy(policy_name), stores=source is not None, first_port=first_port)
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan.save(state / PLAN)
     say_router(state, f"http://127.0.0.1:{port}")

@@ -62,7 +62,7 @@ class Rated:
 class Columns:
     """All sets of machines of a problem, each rated as far as it was asked for.
 
-    Without ``egress`` no pipeline sends over a zone link that costs something. ``unanswered`` are sets on which a search
+    Without ``egress`` no pipeline sends over a zone link that costs something. ``unanswered`` are sets whose search
     ended before it knew whether there is a better pipeline.
     """
 
