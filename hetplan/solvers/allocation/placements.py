@@ -213,11 +213,12 @@ def _refuse_too_large(problem: PlacementProblem, shapes: Iterable[StageShape], w
     for number, (memory, one) in enumerate(zip(stage_memories(problem, estimator, stages), longest, strict=True)):
         needed = memory.taken_bytes + one
         if needed > memory.usable_bytes:
-            gpu = stages[number].machine.gpu.name
+            gpu, others = stages[number].machine.gpu.name, memory.taken_bytes - memory.weight_bytes
             raise InfeasibleError(
                 f"{where}: the allocation thought it to fit, but each {gpu} of stage {number + 1} needs "
-                f"{needed / GIB:.2f} GiB, of which {memory.weight_bytes / GIB:.2f} GiB are weights and "
-                f"{one / GIB:.2f} GiB the cache of one request of {problem.longest_request_tokens} tokens, and "
-                f"{memory.usable_bytes / GIB:.2f} GiB may be used. Leave the configuration out, or raise its degrees",
+                f"{needed / GIB:.2f} GiB: {memory.weight_bytes / GIB:.2f} GiB for weights, {others / GIB:.2f} GiB for "
+                f"activations and the engine, {one / GIB:.2f} GiB for the cache of one request of "
+                f"{problem.longest_request_tokens} tokens; {memory.usable_bytes / GIB:.2f} GiB may be used. Leave the "
+                "configuration out, or raise its degrees",
                 [Reason("memory", f"{where}, stage {number + 1}", needed / GIB, memory.usable_bytes / GIB, "GiB")],
             )

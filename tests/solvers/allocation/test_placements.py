@@ -127,7 +127,7 @@ def test_what_is_missing_is_named_with_the_argument_that_gives_it() -> None:
         bare = changed(plan, lambda p, name=name: p.replace(tiers=tuple(t.replace(**{name: None}) for t in p.tiers)))
         if name == "offer":
             (deployment,) = bare.deployments
-            pipeline = deployment.pipelines[0].replace(nodes=("g6.xlarge",))
+            pipeline = deployment.pipelines[0].replace(nodes=("g6.xlarge",) * len(deployment.pipelines[0].nodes))
             bare = bare.replace(deployments=(deployment.replace(pipelines=(pipeline,)),))
         with pytest.raises(hp.InvalidInputError, match=rf"has no {name}.*Tier\({name}=\.\.\.\)"):
             hp.placement_plans(bare)
