@@ -163,25 +163,21 @@ def ask(url: str, kind: Kind, ids: random.Random, model: str | None = None) -> t
 
 
 def measure(urls: Mapping[str, str]) -> dict[str, list[Figures]]:
-    """Every type on every model's engine, by clients that ask them in turn: what disturbs one disturbs the other."""
-    figures: dict[str, list[Figures]] = {model: [] for model in urls}
-    for kind in KINDS:
-        for model, one in _closed_loop(urls, kind).items():
-            figures[model].append(one)
-    return figures
+    """Every type on every model's engine, by clients that ask all in turn: what disturbs one disturbs the others."""
+    pairs = [(model, kind) for kind in KINDS for model in urls]
 
-
-def _closed_loop(urls: Mapping[str, str], kind: Kind) -> dict[str, Figures]:
     def client(number: int) -> list[list[tuple[float, float]]]:
-        ids = random.Random(f"{kind.name} {number}")
-        return [[ask(url, kind, ids, model) for model, url in urls.items()] for _ in range(REQUESTS)]
+        ids = random.Random(number)
+        return [[ask(urls[model], kind, ids, model) for model, kind in pairs] for _ in range(REQUESTS)]
 
-    for model, url in urls.items():
-        ask(url, kind, random.Random(0), model)
+    for model, kind in pairs:
+        ask(urls[model], kind, random.Random(-1), model)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        times = np.array([round_ for some in pool.map(client, range(CLIENTS)) for round_ in some])
-    means = zip(urls, times.mean(axis=0).tolist(), strict=True)
-    return {model: Figures(ttft_s, delay_s, 1 / delay_s) for model, (ttft_s, delay_s) in means}
+        times = np.array([turn for turns in pool.map(client, range(CLIENTS)) for turn in turns])
+    figures: dict[str, list[Figures]] = {model: [] for model in urls}
+    for (model, _), (ttft_s, delay_s) in zip(pairs, times.mean(axis=0).tolist(), strict=True):
+        figures[model].append(Figures(ttft_s, delay_s, 1 / delay_s))
+    return figures
 
 
 def send(url: str, count: int, requests_per_s: float, seed: int = 0) -> dict[str, list[float]]:
