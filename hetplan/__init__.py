@@ -47,6 +47,7 @@ _HOMES = {
     "estimate": "hetplan.api",
     "launch": "hetplan.api",
     "optimize": "hetplan.api",
+    "placement_plans": "hetplan.api",
     "predict": "hetplan.api",
     "predict_many": "hetplan.api",
     "simulate": "hetplan.api",
@@ -90,6 +91,7 @@ __all__ = [
     "estimate",
     "launch",
     "optimize",
+    "placement_plans",
     "predict",
     "predict_many",
     "simulate",
@@ -97,7 +99,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hetplan.api import compare, estimate, launch, optimize, predict, predict_many, simulate, verify
+    from hetplan.api import (
+        compare,
+        estimate,
+        launch,
+        optimize,
+        placement_plans,
+        predict,
+        predict_many,
+        simulate,
+        verify,
+    )
     from hetplan.catalog.calibration import Calibration
     from hetplan.catalog.hardware import GpuSpec, InstanceType, Link
     from hetplan.catalog.model import ModelSpec

@@ -46,6 +46,7 @@ from hetplan.simulator.results import SimulationResult
 from hetplan.simulator.simulate import SpotScenario, simulate_plan
 from hetplan.simulator.traffic import Traffic, as_traffic
 from hetplan.solvers.allocation.build import build_allocation_plan
+from hetplan.solvers.allocation.placements import build_placement_plans
 from hetplan.solvers.allocation.robust import solve_robust
 from hetplan.solvers.base import AllocationSolution, OnIncumbent, get_allocation_solver, get_solver
 from hetplan.solvers.build import build_plan
@@ -540,7 +541,7 @@ def launch(
     out: str | Path = "out",
     *,
     engine: str | None = None,
-    model: str | None = None,
+    model: str | Mapping[str, str] | None = None,
     first_port: int = 8000,
     kv_connector: str | None = None,
     kv_storage: str | Path | None = None,
@@ -552,14 +553,17 @@ def launch(
     Parameters
     ----------
     plan : Plan
+        Of an allocation problem as well: all its deployments in one folder, as `placement_plans` places them, and the
+        shares of query types in router.json.
     target : "shell"
         A folder with one script per machine, plan.json, router.json and a README.
     out : path
         A new or empty folder.
     engine : str, optional
         Engine version; by default the plan's own, else the newest that has been run.
-    model : str, optional
-        Path or Hugging Face id that the engine loads, instead of the model's own id.
+    model : str, or mapping of str to str, optional
+        Path or Hugging Face id that the engine loads, instead of the model's own id; for a plan of several models by
+        their names.
     first_port : int
         HTTP port of the first pipeline; the others follow. Plans side by side take ports of their own.
     kv_connector : "ExampleConnector" or "NixlConnector", optional
@@ -580,7 +584,10 @@ def launch(
     Raises
     ------
     InvalidInputError
-        If the folder is not empty, a name is not fit for a command line, or the plan is not sound.
+        If the folder is not empty, a name is not fit for a command line, or the plan is not sound; and as
+        `placement_plans`.
+    InfeasibleError
+        As `placement_plans`.
     UnsupportedFeatureError
         If the engine cannot run a pipeline; the message names the limit.
     """
@@ -591,19 +598,80 @@ def launch(
         raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
     if not 1024 <= first_port <= 30_000:
         raise InvalidInputError(f"first_port is 1024 to 30000, got {first_port}")
-    profile = get_engine(engine) if engine is not None else plan.placement.engine or get_engine(DEFAULT_ENGINE)
+    placed = placement_plans(plan)
+    profile = get_engine(engine) if engine is not None else placed[0].placement.engine or get_engine(DEFAULT_ENGINE)
     sharing = cache_sharing(kv_connector, None if kv_storage is None else str(kv_storage))
     source = shard_source(None if store is None else str(store), profile)
     return write_shell(
         plan,
         Path(out),
         profile,
+        placed=placed,
         model=model,
         first_port=first_port,
         sharing=sharing,
         source=source,
         dry_run=dry_run,
     )
+
+
+def placement_plans(
+    plan: Plan, *, engine: str | None = None, calibrations: Mapping[str, Calibration] | None = None
+) -> tuple[Plan, ...]:
+    """The plan of each deployment by itself: one model on the machines that are rented for it.
+
+    An allocation plan says which configurations are bought; what is started needs the memory and the cache of each
+    GPU. Both are computed here by the rules of placement plans, for the mix of query types that is sent there.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of an allocation problem of catalogued models and machines, such as `AllocationProblem.from_catalog` makes.
+        A plan that places one model is the only one.
+    engine : str, optional
+        Engine version within whose limits each plan has to be.
+    calibrations : mapping of str to Calibration, optional
+        Own calibrations by GPU name, instead of the shipped ones.
+
+    Returns
+    -------
+    tuple of Plan
+        One for each deployment, in order: as many machines at the same price, with the same degrees, layers spread
+        evenly. Each is sound by itself, and predicts what its pipelines do when they are kept full.
+
+    Raises
+    ------
+    InvalidInputError
+        If the problem lists no configurations, a model has no ``spec`` or a tier no ``instance_type`` or ``offer``
+        (those of the paper have none), a deployment is sent nothing, or what is made is not sound.
+    InfeasibleError
+        If weights and one longest request do not fit a GPU, though the allocation thought so; with both figures.
+
+    Examples
+    --------
+    >>> import hetplan as hp
+    >>> chat = {"name": "chat", "input_tokens": 400, "output_tokens": 200, "requests_per_hour": 9000,
+    ...         "delay_limit_s": 25, "error_limit": 0.05, "delay_usd_per_ms": 1e-4, "unserved_usd": 500,
+    ...         "errors": {"llama-3.1-8b": 0.04}}
+    >>> plan = hp.optimize(hp.AllocationProblem.from_catalog(
+    ...     query_types=[chat], models=["llama-3.1-8b"], cluster={"g6e.xlarge": 4}, budget_usd=300))
+    >>> (one,) = hp.placement_plans(plan)
+    >>> one.placement.cluster.pools[0].count, one.placement.workload.requests_per_s
+    (1, 2.5)
+    """
+    if not isinstance(plan.problem, AllocationProblem):
+        return (plan,)
+    placed = build_placement_plans(
+        plan, plan.problem, engine=None if engine is None else get_engine(engine), calibrations=calibrations
+    )
+    for number, one in enumerate(placed):
+        violations = verify_plan(one)
+        if violations:
+            raise InvalidInputError(
+                f"deployments[{number}] cannot be placed as the allocation has it: {violations[0]} (and "
+                f"{len(violations) - 1} more). Correct its tier or its configuration"
+            )
+    return placed
 
 
 def predict(

@@ -333,7 +333,10 @@ def launch(
     out: Annotated[Path, typer.Option(help="New or empty folder.")] = Path("out"),
     target: Annotated[str, typer.Option(help="shell.")] = "shell",
     engine: Annotated[str | None, typer.Option(help="Engine version, such as vllm-0.32.")] = None,
-    model: Annotated[str | None, typer.Option(help="Path or id that the engine loads.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Path or id that the engine loads; NAME=PATH for each of several models."),
+    ] = None,
     first_port: Annotated[int, typer.Option(help="HTTP port of the first pipeline.")] = 8000,
     kv_connector: Annotated[
         str | None, typer.Option(help="Caches move between engines: ExampleConnector or NixlConnector.")
@@ -350,12 +353,13 @@ def launch(
     def run() -> dict[str, Any]:
         import hetplan as hp
 
+        launched = hp.Plan.load(plan)
         paths = hp.launch(
-            hp.Plan.load(plan),
+            launched,
             target,
             out,
             engine=engine,
-            model=model,
+            model=_sources(model or [], {deployment.model for deployment in launched.deployments}),
             first_port=first_port,
             kv_connector=kv_connector,
             kv_storage=kv_storage,
@@ -367,6 +371,20 @@ def launch(
         return {"paths": [str(path) for path in paths], "written": not dry_run}
 
     _answer(run, as_json)
+
+
+def _sources(given: list[str], models: set[str]) -> str | dict[str, str] | None:
+    """What engines load: one path or id as it stands, or each by the name of one of the plan's models."""
+    named = {name: path for name, is_named, path in (one.partition("=") for one in given) if is_named}
+    if len(given) == 1 and not named.keys() & models:
+        return given[0]
+    if len(named) < len(given):
+        from hetplan.errors import InvalidInputError
+
+        raise InvalidInputError(
+            f"--model is given {len(given)} times: {', '.join(given)}. Say NAME=PATH in each, every name once"
+        )
+    return named or None
 
 
 @app.command()

@@ -163,16 +163,19 @@ def _serve(
     from hetplan.api import optimize, verify
     from hetplan.catalog.engines import get_engine
     from hetplan.launchers.stores import shard_source
+    from hetplan.launchers.vllm import model_source
     from hetplan.plan import Plan
     from hetplan.policies import policy
     from hetplan.resolving import placement_resolver, replanner
     from hetplan.runtime.controller.controller import Controller
     from hetplan.runtime.controller.fleet import Fleet
+    from hetplan.runtime.controller.preflight import check_engine, check_model, check_ports
     from hetplan.runtime.controller.programs import Programs
     from hetplan.runtime.controller.provider import LocalProvider
     from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
     from hetplan.runtime.controller.router_process import RouterProcess
     from hetplan.runtime.controller.serving import Serving
+    from hetplan.runtime.controller.state import load
     from hetplan.runtime.controller.status import KEY, say_router
     from hetplan.verification import verify_plan
 
@@ -186,15 +189,23 @@ def _serve(
             f"serve starts machines of this host only, and the plan has {away[0]}; plan for local-cpu, or run a "
             "Controller with the AwsProvider"
         )
+    engine = plan.placement.engine or get_engine("vllm-0.32")
+    source = shard_source(store, engine)
+    program = shlex.split(vllm)
 
     def programs_of(plan: Plan) -> Programs:
-        engine = plan.placement.engine or get_engine("vllm-0.32")
-        source = shard_source(store, engine)
-        return Programs(plan, engine, model=model, source=source, vllm=(*shlex.split(vllm), "serve"))
+        return Programs(plan, engine, model=model, source=source, vllm=(*program, "serve"))
 
     serving = Serving.of(plan)
     fleet = Fleet(programs_of, policy(policy_name), first_port=first_port)
     fleet.pipelines(serving)
+    nodes = fleet.programs(serving, 0).all_nodes()
+    check_engine(program, engine, nodes)
+    check_model(model_source(plan.placement.model, model))
+    before = load(state / "state.json")
+    if before is None or not before.machines:
+        # Otherwise these may be its own.
+        check_ports([port, *range(first_port, first_port + len({node.pipeline for node in nodes}))])
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     say_router(state, f"http://127.0.0.1:{port}")
     make_token(state / "token")

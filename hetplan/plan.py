@@ -319,8 +319,8 @@ class Plan(Frozen):
         """
         if isinstance(self.problem, AllocationProblem):
             raise UnsupportedFeatureError(
-                "this plan answers an allocation problem, whose delays are its own table: it is verified and shown, "
-                "and its routes are a router's table; what needs one model on given machines takes a placement plan"
+                "this plan answers an allocation problem, whose delays are its own table: it is verified, shown and "
+                "launched; what needs one model on given machines takes one of hetplan.placement_plans(plan)"
             )
         return self.problem
 

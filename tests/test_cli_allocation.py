@@ -115,14 +115,23 @@ def test_verify_doubts_old_prices_of_the_machines_in_use(run: Run, tmp_path: Pat
     assert all(any(warning.startswith(name) for name in used) for warning in warnings)
 
 
-@pytest.mark.parametrize("verb", [["estimate"], ["launch", "--dry-run"], ["launch", "--engine", "vllm-0.32"]])
-def test_what_needs_a_placement_plan_is_refused(run: Run, plan_file: Path, tmp_path: Path, verb: list[str]) -> None:
-    where = ["--out", str(tmp_path / "out")] if verb[0] == "launch" else []
-    code, out, _ = run(verb[0], plan_file, *verb[1:], *where, "--json")
+def test_what_needs_a_placement_plan_is_refused(run: Run, plan_file: Path) -> None:
+    code, out, _ = run("estimate", plan_file, "--json")
     assert code == BAD_INPUT
     error = json.loads(out)["error"]
     assert error["type"] == "UnsupportedFeatureError"
-    assert "takes a placement plan" in error["message"]
+    assert "hetplan.placement_plans(plan)" in error["message"]
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], ["--engine", "vllm-0.32"]])
+def test_a_launch_of_the_paper_s_tiers_says_what_they_lack(
+    run: Run, plan_file: Path, tmp_path: Path, options: list[str]
+) -> None:
+    code, out, _ = run("launch", plan_file, *options, "--out", tmp_path / "out", "--json")
+    assert code == BAD_INPUT
+    error = json.loads(out)["error"]
+    assert error["type"] == "InvalidInputError"
+    assert "AllocationProblem.from_catalog" in error["message"]
     assert not (tmp_path / "out").exists()
 
 

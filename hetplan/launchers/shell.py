@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hetplan.catalog.engines import LIMITS, EngineProfile, block_tokens
-from hetplan.errors import InvalidInputError
+from hetplan.errors import InvalidInputError, UnknownNameError
 from hetplan.launchers.commands import SOCKET, Word, engine_variables, engine_words, store_words
 from hetplan.launchers.names import comment, quoted
 from hetplan.launchers.stores import ShardSource
 from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, StoreMemory, model_source, nodes_of
 from hetplan.plan import Plan
 
+# What a script loads instead of its model, with one model in the folder; with several each has one of its own.
+_MODEL_VARIABLE = "HETPLAN_MODEL"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A plan that places one model, its machines, what its engines load, and the variable that says otherwise."""
+
+    plan: Plan
+    nodes: tuple[Node, ...]
+    loaded: str
+    variable: str
+
+    @property
+    def model(self) -> str:
+        return self.plan.placement.model.name
+
 
 def shell_files(
     plan: Plan,
     engine: EngineProfile,
     *,
-    model: str | None = None,
+    placed: Sequence[Plan] | None = None,
+    model: str | Mapping[str, str] | None = None,
     first_port: int = HTTP_PORT,
     sharing: CacheSharing | None = None,
     source: ShardSource | None = None,
@@ -30,8 +50,11 @@ def shell_files(
     plan : Plan
     engine : EngineProfile
         Engine version that the scripts are for.
-    model : str, optional
-        Path or Hugging Face id that the engine loads; by default the model's own id.
+    placed : sequence of Plan, optional
+        Of an allocation plan: what places each of its deployments, in order. By default the plan places one model.
+    model : str, or mapping of str to str, optional
+        Path or Hugging Face id that the engine loads, where there are several models by their names; by default each
+        model's own id.
     first_port : int
         HTTP port of the first pipeline; the others follow.
     sharing : CacheSharing, optional
@@ -44,20 +67,73 @@ def shell_files(
     EngineLimitError
         If the engine cannot run a pipeline; it names the limit.
     InvalidInputError
-        If a name in the plan is not fit for a command line, or caches cannot be shared by its pipelines.
+        If a name in the plan is not fit for a command line, caches cannot be shared by its pipelines, or what is asked
+        for is of one model and the plan has several.
     """
-    loaded = model_source(plan.placement.model, model)
-    nodes = nodes_of(plan, engine, first_port=first_port, sharing=sharing, source=source)
-    files = {node.script: _script(node, loaded) for node in nodes}
+    parts = _parts(plan if placed is None else placed, engine, model, first_port, sharing, source)
+    nodes = [node for part in parts for node in part.nodes]
+    files = {node.script: _script(node, part) for part in parts for node in part.nodes}
     if source is not None:
         files |= {
             node.store_script: _store_script(node, node.store, source) for node in nodes if node.store is not None
         }
     files["wait-ready.sh"] = _wait_ready(nodes)
-    files["router.json"] = json.dumps(_router(plan, nodes, sharing), indent=1) + "\n"
+    files["router.json"] = json.dumps(_router(plan, parts, sharing), indent=1) + "\n"
     files["plan.json"] = plan.to_json() + "\n"
-    files["README.md"] = _readme(plan, engine, nodes, loaded)
+    files["README.md"] = _readme(plan, engine, parts)
     return files
+
+
+def _parts(
+    placed: Plan | Sequence[Plan],
+    engine: EngineProfile,
+    model: str | Mapping[str, str] | None,
+    first_port: int,
+    sharing: CacheSharing | None,
+    source: ShardSource | None,
+) -> list[_Part]:
+    """The machines of each plan, pipelines and ports numbered through."""
+    plans = (placed,) if isinstance(placed, Plan) else tuple(placed)
+    names = list(dict.fromkeys(one.placement.model.name for one in plans))
+    given = _sources(names, model)
+    if source is not None and len(names) > 1:
+        raise InvalidInputError(
+            f"a store's shards are of one model, and the plan has {', '.join(names)}. Leave store out, or launch each "
+            "of hetplan.placement_plans(plan) with its own"
+        )
+    if sharing is not None and len(plans) > 1:
+        raise InvalidInputError(
+            f"caches are handed over between pipelines of one deployment, and the plan has {len(plans)}. Leave "
+            "kv_connector out, or launch each of hetplan.placement_plans(plan) with it"
+        )
+    parts: list[_Part] = []
+    number = 1
+    for one in plans:
+        name = one.placement.model.name
+        nodes = nodes_of(
+            one, engine, first_port=first_port + number - 1, first_pipeline=number, sharing=sharing, source=source
+        )
+        number = 1 + nodes[-1].pipeline
+        variable = _MODEL_VARIABLE if len(names) == 1 else f"{_MODEL_VARIABLE}_{1 + names.index(name)}"
+        parts.append(_Part(one, tuple(nodes), model_source(one.placement.model, given.get(name)), variable))
+    return parts
+
+
+def _sources(names: Sequence[str], model: str | Mapping[str, str] | None) -> Mapping[str, str]:
+    """What is given to load, by the names of models."""
+    if model is None:
+        return {}
+    if not isinstance(model, Mapping):
+        if len(names) > 1:
+            raise InvalidInputError(
+                f"model {model!r} is one, and the plan has {', '.join(names)}; say which is which: "
+                f"{{{names[0]!r}: {model!r}, ...}}, on the command line --model {names[0]}={model}"
+            )
+        return {names[0]: model}
+    for name in model:
+        if name not in names:
+            raise UnknownNameError("model of the plan", name, names)
+    return model
 
 
 def write_shell(
@@ -65,7 +141,8 @@ def write_shell(
     out: Path,
     engine: EngineProfile,
     *,
-    model: str | None = None,
+    placed: Sequence[Plan] | None = None,
+    model: str | Mapping[str, str] | None = None,
     first_port: int = HTTP_PORT,
     sharing: CacheSharing | None = None,
     source: ShardSource | None = None,
@@ -78,7 +155,7 @@ def write_shell(
     InvalidInputError
         If the folder is not empty or cannot be written.
     """
-    files = shell_files(plan, engine, model=model, first_port=first_port, sharing=sharing, source=source)
+    files = shell_files(plan, engine, placed=placed, model=model, first_port=first_port, sharing=sharing, source=source)
     paths = [out / name for name in sorted(files)]
     if dry_run:
         return paths
@@ -95,7 +172,7 @@ def write_shell(
     return paths
 
 
-def _script(node: Node, model: str) -> str:
+def _script(node: Node, part: _Part) -> str:
     """One machine's script. Values of the plan are quoted words; addresses come from the environment."""
     layers = ", ".join(
         f"{s.layers[0]}-{s.layers[1] - 1} on GPU {','.join(map(str, s.gpu_indices))}" for s in node.stages
@@ -114,7 +191,7 @@ def _script(node: Node, model: str) -> str:
             lines.append(f': "${{{name}:=127.0.0.1}}"')
         else:
             lines.append(f': "${{{name}:?set it to the private address of that machine}}"')
-    lines += [f"model={quoted(model)}", 'model="${HETPLAN_MODEL:-$model}"', ""]
+    lines += [f"model={quoted(part.loaded)}", f'model="${{{part.variable}:-$model}}"', ""]
     lines += [f"export {name}={_word(word, node)}" for name, word in engine_variables(node).items()]
     lines += ["", "arguments=("]
     lines += [f"  {_word(word, node)}" for word in engine_words(node)]
@@ -171,17 +248,21 @@ def _wait_ready(nodes: list[Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _router(plan: Plan, nodes: list[Node], sharing: CacheSharing | None) -> dict[str, object]:
-    """Targets and weights for a weighted round-robin: each pipeline's predicted requests per second."""
+def _router(plan: Plan, parts: list[_Part], sharing: CacheSharing | None) -> dict[str, object]:
+    """Targets and weights for a weighted round-robin: each pipeline's predicted requests per second.
+
+    Of an allocation the weights are what the plan sends to a pipeline, and the routes its shares.
+    """
+    allocated = plan is not parts[0].plan
+    heads = [(node, part.model) for part in parts for node in part.nodes if node.rank == 0]
     rates = [
         pipeline.predictions.requests_per_s.value
         for deployment in plan.deployments
         for pipeline in deployment.pipelines
         for _ in range(pipeline.count)
     ]
-    heads = [node for node in nodes if node.rank == 0]
     content: dict[str, object] = {
-        "model": plan.placement.model.name,
+        "model": parts[0].model,
         "targets": [
             {
                 "pipeline": node.pipeline,
@@ -189,12 +270,24 @@ def _router(plan: Plan, nodes: list[Node], sharing: CacheSharing | None) -> dict
                 "port": node.port,
                 "weight": rate,
             }
-            for node, rate in zip(heads, rates, strict=True)
+            | ({"model": model} if allocated else {})
+            for (node, model), rate in zip(heads, rates, strict=True)
         ],
     }
+    if allocated:
+        content["routes"] = _routes(plan, parts)
     if sharing is not None:
-        content["kv_transfer"] = _kv_transfer(plan, sharing)
+        content["kv_transfer"] = _kv_transfer(parts[0].plan, sharing)
     return content
+
+
+def _routes(plan: Plan, parts: list[_Part]) -> list[dict[str, object]]:
+    """The share of each query type that goes to each model, on whichever machines."""
+    shares: dict[tuple[str, str], float] = {}
+    for route in plan.routes:
+        key = (route.query_type, parts[route.deployment].model)
+        shares[key] = min(shares.get(key, 0.0) + route.fraction, 1.0)
+    return [{"query_type": kind, "model": model, "fraction": share} for (kind, model), share in shares.items()]
 
 
 def _kv_transfer(plan: Plan, sharing: CacheSharing) -> dict[str, object]:
@@ -212,12 +305,16 @@ def _kv_transfer(plan: Plan, sharing: CacheSharing) -> dict[str, object]:
     }
 
 
-def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) -> str:
+def _readme(plan: Plan, engine: EngineProfile, parts: list[_Part]) -> str:
+    nodes = [node for part in parts for node in part.nodes]
+    loads = {part.variable: part for part in parts}
+    names = ", ".join(comment(part.model) for part in loads.values())
+    loaded = ", ".join(f"`{comment(part.loaded)}`" for part in loads.values())
     lines = [
-        f"# {comment(plan.placement.model.name)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}",
+        f"# {names} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}",
         "",
         f"{plan.requests_per_s:.3f} requests/s predicted, {plan.cost_usd_per_hour:.4f} $/h. "
-        f"For {engine.name} ({engine.checked} here). Loads `{comment(model)}`; set HETPLAN_MODEL to load another path.",
+        f"For {engine.name} ({engine.checked} here). Loads {loaded}; set {', '.join(loads)} to load another path.",
         "",
         "| script | machine | offer | layers | listens on |",
         "|---|---|---|---|---|",
@@ -245,6 +342,12 @@ def _readme(plan: Plan, engine: EngineProfile, nodes: list[Node], model: str) ->
         "`hetplan router router.json` serves them at one address, 127.0.0.1:8080 unless told, by the weights in\n"
         "   `router.json`; streams go on when a pipeline is lost.",
     ]
+    if plan is not parts[0].plan:
+        kinds = ", ".join(f"`{comment(kind)}`" for kind in dict.fromkeys(route.query_type for route in plan.routes))
+        steps.append(
+            "Requests that name no model and say their type in the header X-Query-Type are sent to models by the\n"
+            f"   plan's shares: {kinds}."
+        )
     lines += [
         "",
         "## Start",

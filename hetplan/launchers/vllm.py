@@ -122,12 +122,14 @@ def nodes_of(
     engine: EngineProfile,
     *,
     first_port: int = HTTP_PORT,
+    first_pipeline: int = 1,
     sharing: CacheSharing | None = None,
     source: ShardSource | None = None,
 ) -> list[Node]:
     """Every machine of every pipeline copy of a plan.
 
     A pipeline that keeps the limits of stock vLLM is started on stock vLLM, unless its weights come from a store.
+    ``first_pipeline`` is the number of the first one, whose port is ``first_port``.
 
     Raises
     ------
@@ -137,7 +139,7 @@ def nodes_of(
         If a name in the plan is not fit for a command line, or caches cannot be shared by its pipelines.
     """
     nodes: list[Node] = []
-    number = 0
+    number = first_pipeline - 1
     for deployment in plan.deployments:
         for pipeline in deployment.pipelines:
             refuse_beyond(engine, pipeline)
@@ -146,7 +148,7 @@ def nodes_of(
                 _refuse_sharing(plan, pipeline, sharing, staged=staged)
             for _ in range(pipeline.count):
                 number += 1
-                port = first_port + number - 1
+                port = first_port + number - first_pipeline
                 nodes += _pipeline_nodes(plan, pipeline, number, port, sharing, source, staged=staged)
     return nodes
 

@@ -38,12 +38,20 @@ def run_router(
     ]
     config = folder / "router.json"
     config.write_text(json.dumps({"model": model, "targets": targets, **options}), encoding="utf-8")
+    with run_router_of(config, folder / "router.log", api_key=api_key, admin_key=admin_key) as router:
+        yield router
+
+
+@contextmanager
+def run_router_of(
+    config: Path, log: Path, *, api_key: str | None = None, admin_key: str | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A router as a router.json says, and its port; what it says goes to ``log``."""
     port = free_port()
     command = [sys.executable, "-m", "hetplan", "router", str(config), "--host", "127.0.0.1", "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if name not in KEYS}
     environment |= {"HETPLAN_API_KEY": api_key} if api_key else {}
     environment |= {"HETPLAN_ADMIN_KEY": admin_key} if admin_key else {}
-    log = folder / "router.log"
     with (
         log.open("wb") as said,
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT) as process,

@@ -21,6 +21,7 @@ from hetplan.runtime.controller.demand import Demand
 from hetplan.runtime.controller.fleet import Fleet
 from hetplan.runtime.controller.programs import Programs
 from hetplan.runtime.controller.provider import MachineState, NoMachineError
+from hetplan.runtime.controller.ray_agents import AgentGoneError
 from hetplan.runtime.controller.router import RouterTarget
 from hetplan.runtime.controller.serving import Load, Serving, ServingFiles
 from hetplan.runtime.router.settings import RouteSettings
@@ -95,6 +96,8 @@ class World:
 
     async def call(self, machine: str, request: dict[str, Any], *, timeout_s: float | None = 30.0) -> dict[str, Any]:
         await asyncio.sleep(0)
+        if machine not in self.running:
+            raise AgentGoneError(machine, "it has ended")
         here = self.running[machine]
         match request["op"]:
             case "status":

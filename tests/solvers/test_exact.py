@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 from brute import TINY, best_plan, tiny_problem
@@ -14,6 +15,7 @@ from whole_placements import WholePlacements
 import hetplan as hp
 from hetplan.solvers.base import Solution, solver_names
 from hetplan.solvers.build import build_plan
+from hetplan.solvers.placement.spaces import Machines, Space
 
 # Sums of the same numbers in another order.
 SAME = 1e-9
@@ -131,6 +133,35 @@ def test_prices_bound_every_plan_also_when_sets_are_not_enumerated(
     else:
         assert plan.bound >= case.best.objective * (1 - SAME)
         assert plan.objective <= case.best.objective * (1 + SAME)
+
+
+@pytest.mark.parametrize("category", sorted(name for name in CATEGORIES if "limit" in name))
+@pytest.mark.parametrize("answers", [0, 2])
+def test_searches_that_end_without_an_answer_end_the_search(
+    category: str, answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As when time is over, or too little for sets of many machines.
+    asked, search = 0, Space.search
+
+    def give_up(space: Space, machines: Machines, least: float, most_labels: int) -> Any:
+        nonlocal asked
+        asked += 1
+        assert asked < 10_000
+        return search(space, machines, least, most_labels) if asked <= answers else (None, 0.0, False)
+
+    monkeypatch.setattr(Space, "search", give_up)
+    case = case_of(category, 0)
+    with times_of(category):
+        try:
+            plan = verified(hp.optimize(case.problem, solver="exact", time_limit_s=5))
+        except hp.NoSolutionError:
+            return
+        except hp.InfeasibleError:
+            assert case.best is None or not asked
+            return
+    assert case.best is not None
+    worse = plan.objective - case.best.objective
+    assert (worse if case.problem.objective == "cost" else -worse) >= -SAME * case.best.objective
 
 
 def test_eighty_machines_are_planned_to_a_proven_gap() -> None:

@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from hetplan.runtime.router.settings import RouterSettings, RouteSettings, TargetSettings
+from hetplan.runtime.router.turns import Turns
 
 _MAX_ANSWER_BYTES = 256 * 2**20
 
@@ -134,7 +135,7 @@ class Targets:
         self.on_serving: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         self._probes: dict[Target, asyncio.Task[None]] | None = None
-        self._route_turns: dict[tuple[str, str], float] = {}
+        self._route_turns: dict[str, Turns] = {}
 
     def start(self) -> None:
         """Begin to look after the targets' health."""
@@ -224,11 +225,9 @@ class Targets:
         if model in shares or not shares or (model is not None and model != self._settings.model):
             return model
         assert query_type is not None  # noqa: S101
-        turns = {name: self._route_turns.get((query_type, name), 0.0) + share for name, share in shares.items()}
-        chosen = max(turns, key=lambda name: turns[name])
-        turns[chosen] -= sum(shares.values())
-        self._route_turns |= {(query_type, name): turn for name, turn in turns.items()}
-        return chosen
+        if query_type not in self._route_turns:
+            self._route_turns[query_type] = Turns(shares)
+        return self._route_turns[query_type].next()
 
     def choose(
         self, model: str | None, *, tokens: int = 0, avoid: Iterable[Target] = (), paced_tokens: int = 0

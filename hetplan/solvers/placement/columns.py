@@ -62,7 +62,8 @@ class Rated:
 class Columns:
     """All sets of machines of a problem, each rated as far as it was asked for.
 
-    Without ``egress`` no pipeline sends over a zone link that costs something.
+    Without ``egress`` no pipeline sends over a zone link that costs something. ``unanswered`` are sets whose search
+    ended before it knew whether there is a better pipeline.
     """
 
     problem: PlacementProblem
@@ -70,6 +71,7 @@ class Columns:
     deadline: float = math.inf
     egress: bool = True
     rated: dict[Machines, Rated] = field(default_factory=dict)
+    unanswered: set[Machines] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         pools = self.problem.cluster.pools
@@ -152,6 +154,8 @@ class Columns:
                     continue
                 labels = int(_MOST_LABELS * min(1.0, seconds_left(self.deadline) / _SECONDS_OF_LABELS))
                 found, worth, complete = space.search(machines, value, max(labels, 1000))
+                if not complete:
+                    self.unanswered.add(machines)
                 upper = max(upper, max(worth, value) if complete else bound)
             else:
                 rate, bound, at = space.rate(machines, least=value, tolerance=tolerance)

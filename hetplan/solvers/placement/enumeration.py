@@ -47,8 +47,8 @@ class Enumeration(Program):
             least = self._least(machines, parts)
             known = self._rate(machines, least)
             parts[machines] = max(least if self.problem.objective != "throughput_per_cost" else 0.0, known.worth)
-        chosen = self._choose(grid)
-        if not complete:
+        chosen, searched = self._choose(grid)
+        if not complete or (not chosen and (not searched or self.columns.unanswered)):
             return self._at_once(chosen, proof)
         if not chosen:
             raise self._none(complete)
@@ -59,7 +59,8 @@ class Enumeration(Program):
             bound = layer_rate_bound(self.problem, self.estimator)
             return self._solution(chosen, bound.value, bound.certificate)
         kind = "dual"
-        if self.problem.objective != "throughput_per_cost" and abs(proof.bound - objective) > TIGHT * objective:
+        off = abs(proof.bound - objective) > TIGHT * objective
+        if searched and off and self.problem.objective != "throughput_per_cost":
             kind = "enumeration"
             if not self.columns.limited:
                 proof.bound = objective if self.problem.objective == "cost" else objective * (1 + 4 * MARGIN)
@@ -90,8 +91,11 @@ class Enumeration(Program):
             return self.columns.realise(machines, least=least)
         return self.columns.rate(machines, least=least, tolerance=_FIRST_LOOK)
 
-    def _choose(self, grid: Sequence[Machines]) -> list[Rated]:
-        """The best choice: sets that matter are solved exactly until those that are known are no worse than any."""
+    def _choose(self, grid: Sequence[Machines]) -> tuple[list[Rated], bool]:
+        """The best choice: sets that matter are solved exactly until those that are known are no worse than any.
+
+        And whether it is: not where time is over, or where a search ended without an answer.
+        """
         rated = self.columns.rated
         grid = [machines for machines in grid if machines in rated]
         if self.problem.objective == "throughput_per_cost":
@@ -100,34 +104,41 @@ class Enumeration(Program):
         if everything is not None and everything.reached > _CLOSE * self._useful(grid)[0][self.columns.counts]:
             # One pipeline on all machines, if it is about the best, rules most others out.
             self.columns.realise(self.columns.counts)
+        given_up: set[Machines] = set()
         while True:
-            parts, useful = self._useful(grid)
+            if seconds_left(self.deadline) <= 0:
+                given_up.update(machines for machines in grid if rated[machines].value is None)
+            parts, useful = self._useful(grid, given_up)
             if self.problem.objective == "cost":
                 chosen = self._cheapest(useful, time_limit_s=max(1.0, seconds_left(self.deadline))) or []
                 needed = 0.0
             else:
-                known, known_useful = self._useful(grid, proven=True)
+                known, known_useful = self._useful(grid, grid)
                 chosen = _divided(parts, set(useful), self.columns.counts)
                 needed = float(known[self.columns.counts])
                 if needed > 0 and parts[self.columns.counts] <= needed * (1 + SAME):
-                    return [rated[machines] for machines in _divided(known, set(known_useful), self.columns.counts)]
+                    chosen = _divided(known, set(known_useful), self.columns.counts)
             unknown = [machines for machines in chosen if rated[machines].value is None]
             if not unknown:
-                return [rated[machines] for machines in chosen]
+                return [rated[machines] for machines in chosen], not given_up
             # The largest may already be enough to do without the others.
             machines = max(unknown, key=sum)
             rest = tuple(n - m for n, m in zip(self.columns.counts, machines, strict=True))
-            least = max(division(machines, parts), needed - float(parts[rest]))
-            self.columns.realise(machines, least=least)
+            least, before = max(division(machines, parts), needed - float(parts[rest])), rated[machines].worth
+            found = self.columns.realise(machines, least=least)
+            if found.value is None and found.worth >= before:
+                given_up.add(machines)
 
-    def _best_per_cost(self, grid: Sequence[Machines]) -> list[Rated]:
+    def _best_per_cost(self, grid: Sequence[Machines]) -> tuple[list[Rated], bool]:
         rated, costs = self.columns.rated, self.columns.costs
         while True:
-            best = max(grid, key=lambda m: rated[m].worth / price_of(m, costs), default=None)
+            over = seconds_left(self.deadline) <= 0
+            sets = [machines for machines in grid if not over or rated[machines].value is not None]
+            best = max(sets, key=lambda m: rated[m].worth / price_of(m, costs), default=None)
             if best is None or rated[best].worth <= 0:
-                return []
+                return [], not over
             if rated[best].value is not None:
-                return [rated[best]]
+                return [rated[best]], not over
             self.columns.realise(best)
 
     def _prove(self, grid: Sequence[Machines]) -> Proof | None:

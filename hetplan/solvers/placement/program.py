@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -217,17 +217,20 @@ class Program:
             [Reason("memory", model, problem.model.layer_count, 0, "layers")],
         )
 
-    def _useful(self, grid: Sequence[Machines], *, proven: bool = False) -> tuple[FloatArray, list[Machines]]:
+    def _useful(
+        self, grid: Sequence[Machines], as_known: Collection[Machines] = ()
+    ) -> tuple[FloatArray, list[Machines]]:
         """What all machines up to each set may be worth together, and the sets that are worth more than their parts.
 
-        ``proven``: what the pipelines that are known are worth.
+        ``as_known``: sets that are worth what their known pipeline is, and nothing without one.
         """
+        only_known = set(as_known)
         parts = np.zeros([count + 1 for count in self.columns.counts])
         useful = []
         for machines in grid:
             known = self.columns.rated[machines]
             least, worth = division(machines, parts), min(known.worth, self.columns.cap)
-            if proven:
+            if machines in only_known:
                 worth = min(known.value or 0.0, self.columns.cap)
             if worth > least * (1 + SAME):
                 useful.append(machines)
