@@ -114,7 +114,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_the_state_is_private_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state.json"
     assert states.load(path) is None
-    state = ControllerState(plan_fingerprint="f", machines=(Machine(name="m-1", offer="o"),))
+    state = ControllerState(given="f" * 64, serving="f" * 64, machines=(Machine(name="m-1", offer="o"),))
     states.save(state, path)
     assert states.load(path) == state
     assert path.stat().st_mode & 0o777 == 0o600
