@@ -21,6 +21,7 @@ from hetplan import __version__
 from hetplan.cli_calibrate import add_calibrate
 from hetplan.cli_compare import add_compare
 from hetplan.cli_measure import add_commands
+from hetplan.cli_models import models_given
 from hetplan.cli_router import add_router
 from hetplan.cli_serve import add_serve
 from hetplan.cli_shard import add_shard
@@ -359,7 +360,7 @@ def launch(
             target,
             out,
             engine=engine,
-            model=_sources(model or [], {deployment.model for deployment in launched.deployments}),
+            model=models_given(model or [], {deployment.model for deployment in launched.deployments}),
             first_port=first_port,
             kv_connector=kv_connector,
             kv_storage=kv_storage,
@@ -371,20 +372,6 @@ def launch(
         return {"paths": [str(path) for path in paths], "written": not dry_run}
 
     _answer(run, as_json)
-
-
-def _sources(given: list[str], models: set[str]) -> str | dict[str, str] | None:
-    """What engines load: one path or id as it stands, or each by the name of one of the plan's models."""
-    named = {name: path for name, is_named, path in (one.partition("=") for one in given) if is_named}
-    if len(given) == 1 and not named.keys() & models:
-        return given[0]
-    if len(named) < len(given):
-        from hetplan.errors import InvalidInputError
-
-        raise InvalidInputError(
-            f"--model is given {len(given)} times: {', '.join(given)}. Say NAME=PATH in each, every name once"
-        )
-    return named or None
 
 
 @app.command()

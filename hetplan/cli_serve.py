@@ -11,25 +11,33 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetplan.cli_models import models_given
 from hetplan.cli_router import write_event
 from hetplan.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
+    from hetplan.plan import Plan
     from hetplan.runtime.controller.controller import Controller
+    from hetplan.runtime.controller.fleet import Fleet
+    from hetplan.runtime.controller.programs import Programs
     from hetplan.runtime.controller.ray_agents import LoopbackHead
     from hetplan.runtime.controller.router_process import RouterProcess
+    from hetplan.runtime.controller.serving import Serving
 
 Answer = Callable[[Callable[[], Any], bool], None]
 _DRAIN_S = 120.0
+# Of plans that name none.
+_ENGINE = "vllm-0.32"
 
 
 def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
@@ -39,7 +47,8 @@ def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
     def serve(
         plan: Annotated[Path, typer.Argument(help="Plan, as `optimize --out` writes it.")],
         model: Annotated[
-            str | None, typer.Option(help="Path or Hugging Face id that engines load, instead of the model's own.")
+            list[str] | None,
+            typer.Option(help="Path or Hugging Face id that engines load; NAME=PATH for each of several models."),
         ] = None,
         store: Annotated[
             str | None, typer.Option(help="Shards of the model: engines take their weights from a store.")
@@ -55,7 +64,7 @@ def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
             float, typer.Option(min=0, max=86_400, help="Look at the demand every so many seconds; 0 never looks.")
         ] = 0.0,
     ) -> None:
-        """Start a plan on machines of this host and keep it served until SIGTERM or Ctrl-C, which drains.
+        """Start a plan on this host's machines and keep it served until SIGTERM or Ctrl-C, which drains.
 
         A controller that was killed goes on when it is started again with the same plan and folder. With
         --resolve-every it plans anew when demand has moved, and serves the other plan where that is worth it. Events
@@ -63,14 +72,16 @@ def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
         """
 
         def run() -> None:
-            found = state or _default_state(plan)
-            _serve(plan, model, store, found.absolute(), port, policy, first_port, vllm, resolve_every)
+            found = (state or _default_state(plan)).absolute()
+            _serve(plan, _Options(model or [], store, found, port, policy, first_port, vllm, resolve_every))
 
         answer(run, False)
 
     @app.command()
     def status(
-        state: Annotated[Path, typer.Argument(help="Folder of `hetplan serve --state`.")],
+        state: Annotated[
+            Path | None, typer.Argument(help="Folder of `hetplan serve --state`; by default the latest of this user.")
+        ] = None,
         watch: Annotated[float, typer.Option(min=0, help="Look again every so many seconds; 0 looks once.")] = 0.0,
         as_json: Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout.")] = False,
     ) -> None:
@@ -85,14 +96,15 @@ def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
             from hetplan.runtime.controller.status import read_status
 
             key = os.environ.get("HETPLAN_ADMIN_KEY")
-            found = asyncio.run(read_status(state, key))
+            folder = state or _latest_state()
+            found = asyncio.run(read_status(folder, key))
             if watch <= 0 or as_json:
                 console.print(_status_view(found))
                 return found
             with Live(_status_view(found), console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(watch)
-                    found = asyncio.run(read_status(state, key))
+                    found = asyncio.run(read_status(folder, key))
                     live.update(_status_view(found), refresh=True)
             return found
 
@@ -146,99 +158,154 @@ def _status_view(found: dict[str, Any]) -> Group:
     return Group(*tables)
 
 
-def _serve(
-    path: Path,
-    model: str | None,
-    store: str | None,
-    state: Path,
-    port: int,
-    policy_name: str,
-    first_port: int,
-    vllm: str,
-    resolve_every_s: float,
-) -> None:
+@dataclass(frozen=True)
+class _Options:
+    """How a plan is to be served, as given."""
+
+    model: Sequence[str]
+    store: str | None
+    state: Path
+    port: int
+    policy: str
+    first_port: int
+    vllm: str
+    resolve_every_s: float
+
+
+def _serve(path: Path, options: _Options) -> None:
     missing = [name for name in ("ray", "aiohttp") if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidInputError(f"serve needs {missing[0]}; pip install 'hetplan[runtime]'")
-    from hetplan.api import optimize, verify
-    from hetplan.catalog.engines import get_engine
-    from hetplan.launchers.stores import shard_source
-    from hetplan.launchers.vllm import model_source
+    from hetplan.api import optimize, placement_plans, verify
     from hetplan.plan import Plan
     from hetplan.policies import policy
-    from hetplan.resolving import placement_resolver, replanner
+    from hetplan.problem.allocation import AllocationProblem
+    from hetplan.resolving import allocation_resolver, allocation_serving, placement_resolver, replanner
     from hetplan.runtime.controller.controller import Controller
     from hetplan.runtime.controller.fleet import Fleet
-    from hetplan.runtime.controller.preflight import check_engine, check_model, check_ports
-    from hetplan.runtime.controller.programs import Programs
     from hetplan.runtime.controller.provider import LocalProvider
     from hetplan.runtime.controller.ray_agents import LoopbackHead, RayAgents, make_token, ray_environment
     from hetplan.runtime.controller.router_process import RouterProcess
     from hetplan.runtime.controller.serving import Serving
-    from hetplan.runtime.controller.state import load
     from hetplan.runtime.controller.status import KEY, say_router
-    from hetplan.verification import verify_plan
 
-    plan = Plan.load(path)
-    violations = verify_plan(plan)
+    plan, state = Plan.load(path), options.state
+    violations = verify(plan)
     if violations:
         raise InvalidInputError(f"the plan is not sound: {violations[0]} (and {len(violations) - 1} more)")
-    away = sorted({pool.offer.name for pool in plan.placement.cluster.pools if pool.offer.provider != "local"})
-    if away:
-        raise InvalidInputError(
-            f"serve starts machines of this host only, and the plan has {away[0]}; plan for local-cpu, or run a "
-            "Controller with the AwsProvider"
-        )
-    engine = plan.placement.engine or get_engine("vllm-0.32")
-    source = shard_source(store, engine)
-    program = shlex.split(vllm)
-
-    def programs_of(plan: Plan) -> Programs:
-        return Programs(plan, engine, model=model, source=source, vllm=(*program, "serve"))
-
-    serving = Serving.of(plan)
-    fleet = Fleet(programs_of, policy(policy_name), first_port=first_port)
+    placed = placement_plans(plan)
+    _refuse_other_hosts(placed)
+    if isinstance(plan.problem, AllocationProblem):
+        serving = allocation_serving(plan, placed)
+        resolve = allocation_resolver(plan, optimize, verify, placement_plans)
+    else:
+        serving = Serving.of(plan)
+        resolve = placement_resolver(optimize, verify)
+    fleet = Fleet(_programs(serving.models, options), policy(options.policy), first_port=options.first_port)
     fleet.pipelines(serving)
-    nodes = fleet.programs(serving, 0).all_nodes()
-    check_engine(program, engine, nodes)
-    check_model(model_source(plan.placement.model, model))
-    before = load(state / "state.json")
-    if before is None or not before.machines:
-        # Otherwise these may be its own.
-        check_ports([port, *range(first_port, first_port + len({node.pipeline for node in nodes}))])
+    _look_first(serving, fleet, options)
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    say_router(state, f"http://127.0.0.1:{port}")
+    say_router(state, f"http://127.0.0.1:{options.port}")
     make_token(state / "token")
     # Ray reads these when it is imported into each of its processes.
     os.environ.update(ray_environment(state / "token"))
     name = f"fleet-{hashlib.sha256(str(state).encode()).hexdigest()[:12]}"
     head = LoopbackHead(_short_folder(name), _address(state / "ray-address"))
-    router = RouterProcess(state / "router", serving.models[0], host="127.0.0.1", port=port, key=_key(state / KEY))
+    key = _key(state / KEY)
+    router = RouterProcess(state / "router", serving.models[0], host="127.0.0.1", port=options.port, key=key)
+    typer.echo(f"starting {', '.join(serving.models)}; how it goes: hetplan status {shlex.quote(str(state))}")
     _start_head(head)
     agents = RayAgents(head.address, name)
     agents.connect()
-    provider = LocalProvider(head.address, state / "machines")
     controller = Controller(
         serving,
         fleet,
         state,
-        provider=provider,
+        provider=LocalProvider(head.address, state / "machines"),
         agents=agents,
         router=router,
-        on_event=write_event,
+        on_event=_teller(serving.models, options.port),
         replan=replanner(optimize, verify),
-        resolve=placement_resolver(optimize, verify),
-        resolve_every_s=resolve_every_s,
+        resolve=resolve,
+        resolve_every_s=options.resolve_every_s,
     )
-    asyncio.run(_until_drained(controller, router))
+    why = asyncio.run(_until_drained(controller, router))
     agents.disconnect()
     head.end()
     write_event("ended", {})
+    if why:
+        raise InvalidInputError(
+            "nothing is served, as no pipeline starts: "
+            + "; ".join(f"pipeline {number}: {said}" for number, said in why.items())
+            + ". Mend that and start again"
+        )
 
 
-async def _until_drained(controller: Controller, router: RouterProcess) -> None:
+def _refuse_other_hosts(plans: Sequence[Plan]) -> None:
+    pools = [pool for plan in plans for pool in plan.placement.cluster.pools]
+    away = sorted({pool.offer.name for pool in pools if pool.offer.provider != "local"})
+    if away:
+        raise InvalidInputError(
+            f"serve starts machines of this host only, and the plan has {away[0]}; plan for machines of provider "
+            "'local', or run a Controller with the AwsProvider"
+        )
+
+
+def _programs(models: Sequence[str], options: _Options) -> Callable[[Plan], Programs]:
+    """What is started for a plan of one of the models."""
+    from hetplan.catalog.engines import get_engine
+    from hetplan.launchers.stores import shard_source
+    from hetplan.launchers.vllm import sources_of
+    from hetplan.runtime.controller.programs import Programs
+
+    loaded = sources_of(models, models_given(options.model, models))
+    if options.store is not None and len(models) > 1:
+        raise InvalidInputError(f"a store's shards are of one model, and the plan has {', '.join(models)}")
+    vllm = (*shlex.split(options.vllm), "serve")
+
+    def programs_of(plan: Plan) -> Programs:
+        engine = plan.placement.engine or get_engine(_ENGINE)
+        source = shard_source(options.store, engine)
+        return Programs(plan, engine, model=loaded.get(plan.placement.model.name), source=source, vllm=vllm)
+
+    return programs_of
+
+
+def _look_first(serving: Serving, fleet: Fleet, options: _Options) -> None:
+    """Refuse what is missing, before anything is started."""
+    from hetplan.launchers.vllm import model_source
+    from hetplan.runtime.controller.preflight import check_engine, check_model, check_ports
+    from hetplan.runtime.controller.state import load
+
+    for number, plan in enumerate(serving.plans):
+        programs = fleet.programs(serving, number)
+        check_engine(programs.vllm, programs.engine, programs.all_nodes())
+        check_model(model_source(plan.placement.model, programs.model))
+    before = load(options.state / "state.json")
+    if before is None or not before.machines:
+        # Otherwise these may be its own.
+        count = len(fleet.pipelines(serving))
+        check_ports([options.port, *range(options.first_port, options.first_port + count)])
+
+
+def _teller(models: Sequence[str], port: int) -> Callable[[str, dict[str, Any]], None]:
+    """Events on stderr, and on stdout once where clients ask."""
+    told: set[str] = set()
+
+    def tell(name: str, values: dict[str, Any]) -> None:
+        write_event(name, values)
+        if name == "shunt" and values["targets"] and not told:
+            told.add(name)
+            typer.echo(f"serving {', '.join(models)} at http://127.0.0.1:{port}/v1; Ctrl-C ends it in peace")
+
+    return tell
+
+
+async def _until_drained(controller: Controller, router: RouterProcess) -> dict[int, str]:
+    """Pipelines that do not start and why, where that is all of them; nothing when somebody has ended it."""
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
+    hopeless: dict[int, str] = {}
 
     async def drain() -> None:
         write_event("draining", {})
@@ -250,9 +317,19 @@ async def _until_drained(controller: Controller, router: RouterProcess) -> None:
         if not draining:
             draining.append(asyncio.create_task(drain()))
 
+    async def give_up() -> None:
+        while not draining:
+            await asyncio.sleep(1.0)
+            hopeless.update(controller.given_up())
+            if hopeless:
+                asked()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked)
+    giving_up = asyncio.create_task(give_up())
     await controller.run()
+    giving_up.cancel()
+    return hopeless
 
 
 def _start_head(head: LoopbackHead) -> None:
@@ -270,9 +347,21 @@ def _start_head(head: LoopbackHead) -> None:
     write_event("ray", {"address": head.address})
 
 
-def _default_state(plan: Path) -> Path:
+def _states() -> Path:
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base / "hetplan" / (plan.stem or "plan")
+    return base / "hetplan"
+
+
+def _default_state(plan: Path) -> Path:
+    return _states() / (plan.stem or "plan")
+
+
+def _latest_state() -> Path:
+    """The folder in which something was written last."""
+    found = sorted(_states().glob("*/state.json"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise InvalidInputError(f"nothing was served from {_states()}; give the --state of `hetplan serve`")
+    return found[-1].parent
 
 
 def _short_folder(fleet: str) -> Path:

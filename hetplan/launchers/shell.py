@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetplan.catalog.engines import LIMITS, EngineProfile, block_tokens
-from hetplan.errors import InvalidInputError, UnknownNameError
+from hetplan.errors import InvalidInputError
 from hetplan.launchers.commands import SOCKET, Word, engine_variables, engine_words, store_words
 from hetplan.launchers.names import comment, quoted
 from hetplan.launchers.stores import ShardSource
-from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, StoreMemory, model_source, nodes_of
+from hetplan.launchers.vllm import HTTP_PORT, CacheSharing, Node, StoreMemory, model_source, nodes_of, sources_of
 from hetplan.plan import Plan
 
 # What a script loads instead of its model, with one model in the folder; with several each has one of its own.
@@ -95,7 +95,7 @@ def _parts(
     """The machines of each plan, pipelines and ports numbered through."""
     plans = (placed,) if isinstance(placed, Plan) else tuple(placed)
     names = list(dict.fromkeys(one.placement.model.name for one in plans))
-    given = _sources(names, model)
+    given = sources_of(names, model)
     if source is not None and len(names) > 1:
         raise InvalidInputError(
             f"a store's shards are of one model, and the plan has {', '.join(names)}. Leave store out, or launch each "
@@ -117,23 +117,6 @@ def _parts(
         variable = _MODEL_VARIABLE if len(names) == 1 else f"{_MODEL_VARIABLE}_{1 + names.index(name)}"
         parts.append(_Part(one, tuple(nodes), model_source(one.placement.model, given.get(name)), variable))
     return parts
-
-
-def _sources(names: Sequence[str], model: str | Mapping[str, str] | None) -> Mapping[str, str]:
-    """What is given to load, by the names of models."""
-    if model is None:
-        return {}
-    if not isinstance(model, Mapping):
-        if len(names) > 1:
-            raise InvalidInputError(
-                f"model {model!r} is one, and the plan has {', '.join(names)}; say which is which: "
-                f"{{{names[0]!r}: {model!r}, ...}}, on the command line --model {names[0]}={model}"
-            )
-        return {names[0]: model}
-    for name in model:
-        if name not in names:
-            raise UnknownNameError("model of the plan", name, names)
-    return model
 
 
 def write_shell(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -115,6 +116,23 @@ def model_source(model: ModelSpec, given: str | None) -> str:
         except UnknownNameError:
             given = model.name
     return argument(given, "model")
+
+
+def sources_of(names: Sequence[str], model: str | Mapping[str, str] | None) -> Mapping[str, str]:
+    """What is given to load, by the names of models."""
+    if model is None:
+        return {}
+    if not isinstance(model, Mapping):
+        if len(names) > 1:
+            raise InvalidInputError(
+                f"model {model!r} is one, and the plan has {', '.join(names)}; say which is which: "
+                f"{{{names[0]!r}: {model!r}, ...}}, on the command line --model {names[0]}={model}"
+            )
+        return {names[0]: model}
+    for name in model:
+        if name not in names:
+            raise UnknownNameError("model of the plan", name, names)
+    return model
 
 
 def nodes_of(

@@ -38,6 +38,7 @@ RANKS = {
     "cli_calibrate": 7,
     "cli_compare": 8,
     "cli_measure": 7,
+    "cli_models": 7,
     "cli_router": 7,
     "cli_serve": 8,
     "cli_shard": 8,

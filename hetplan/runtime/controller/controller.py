@@ -18,6 +18,7 @@ from typing import Any
 from hetplan.catalog.offers import Offer
 from hetplan.errors import HetplanError, InvalidInputError, RouterError
 from hetplan.runtime.controller.adopting import adopt, unwanted
+from hetplan.runtime.controller.causes import cause_of
 from hetplan.runtime.controller.decide import (
     Action,
     Await,
@@ -170,7 +171,9 @@ class Controller:
             self._become(self.state.replace(draining=False))
         if self._restarted:
             # Whatever the router was told meanwhile, it is told what serves now.
-            self._become(self.state.replace(told=None))
+            # And whoever starts it again wants another try of what was left alone.
+            tried = [s.replace(failures=0, deaths=0, not_before_s=None) for s in self.state.slots]
+            self._become(self.state.replace(told=None, slots=tuple(tried)))
         watching = asyncio.create_task(self._watch_demand())
         try:
             while not self._stopping:
@@ -241,6 +244,13 @@ class Controller:
         """Pipelines that nothing serves, and why."""
         return standing_still(self._desired, self.state, self._clock())
 
+    def given_up(self) -> dict[int, str]:
+        """Every pipeline and why it is left alone, where that is all of them and nothing runs; empty otherwise."""
+        slots = [self.state.slot(slot.pipeline) for slot in self._desired.slots]
+        if self.state.generations or not all(self._desired.given_up(slot) for slot in slots):
+            return {}
+        return {slot.pipeline: slot.why for slot in slots}
+
     # What is seen.
 
     async def _look(self) -> None:
@@ -280,7 +290,7 @@ class Controller:
             with contextlib.suppress(HetplanError, TimeoutError):
                 said = (await self._agents.call(machine, {"op": "tail", "name": _engine(generation)}))["text"]
             ended = "was never started" if process is None else f"ended with {process['returncode']}"
-            self._learn(Failed(generation.key, f"the engine on {machine} {ended}: {said[-300:].strip()}"))
+            self._learn(Failed(generation.key, f"the engine on {machine} {ended}: {cause_of(said)}"))
 
     async def _check_router(self) -> None:
         """A router that was started anew, or told something else by someone else, is told again."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from hetplan.errors import InvalidInputError
 
 GUARD = Path(__file__).with_name("guard.py")
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 32_768
 
 
 @dataclass(frozen=True, slots=True)
