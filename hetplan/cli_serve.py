@@ -124,7 +124,7 @@ def _status_view(found: dict[str, Any]) -> Group:
     for one in found["pipelines"]:
         stages = ", ".join(
             f"{s['layers'][0]}-{s['layers'][1] - 1} TP{s['tensor_parallel']} {s['machine'] or 'no machine'}"
-            + ("" if s["weights"] else " (no weights yet)")
+            + (" (loading)" if one["phase"] == "starting" and not s["weights"] else "")
             for s in one["stages"]
         )
         number = str(one["pipeline"]) + ("" if one["generation"] is None else f".{one['generation']}")

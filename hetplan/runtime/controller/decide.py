@@ -600,7 +600,8 @@ def actions(desired: Desired, state: ControllerState, now_s: float) -> list[Acti
 
 
 def _grace_s(desired: Desired, state: ControllerState, generation: Generation, now_s: float) -> float:
-    if generation.failed or not generation.started:
+    # What was never healthy has no streams.
+    if generation.failed or generation.healthy_s is None:
         return 0.0
     deadlines = [m.deadline_s for m in state.machines if m.name in generation.machines and m.deadline_s is not None]
     return max(0.0, min([desired.drain_s, *(d - now_s - _MARGIN_S for d in deadlines)]))
