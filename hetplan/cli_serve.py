@@ -197,7 +197,7 @@ def _serve(path: Path, options: _Options) -> None:
     _refuse_other_hosts(placed)
     if isinstance(plan.problem, AllocationProblem):
         serving = allocation_serving(plan, placed)
-        resolve = allocation_resolver(plan, optimize, verify, placement_plans)
+        resolve = allocation_resolver(optimize, verify, placement_plans)
     else:
         serving = Serving.of(plan)
         resolve = placement_resolver(optimize, verify)

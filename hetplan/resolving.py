@@ -11,9 +11,11 @@ from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError
 from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.problem.placement import PlacementProblem
-from hetplan.runtime.controller.demand import Demand
+from hetplan.runtime.controller.demand import Demand, Resolved
 from hetplan.runtime.controller.serving import Load, Serving
 from hetplan.runtime.router.settings import RouteSettings
+from hetplan.solvers.allocation.rolling import at_rates, factors, operated_usd_per_hour
+from hetplan.units import SECONDS_PER_HOUR
 from hetplan.workload.requests import QueryType, TokenDistribution, Workload
 
 Problem = PlacementProblem | AllocationProblem
@@ -21,7 +23,7 @@ Problem = PlacementProblem | AllocationProblem
 Optimize = Callable[[Problem], Plan]
 # Given a plan; what is wrong with it.
 Verify = Callable[[Plan], Sequence[object]]
-Resolver = Callable[[Serving, Demand], Serving | None]
+Resolver = Callable[[Serving, Demand], Resolved | None]
 Replanner = Callable[[Serving, Mapping[str, int]], Serving | None]
 
 # Lengths that have moved less than this are planned for as before, so that engines' settings stay what they are.
@@ -35,7 +37,7 @@ def placement_resolver(optimize: Optimize, verify: Verify) -> Resolver:
     the one that serves most. An engine's longest request stays what it is.
     """
 
-    def resolve(serving: Serving, demand: Demand) -> Serving | None:
+    def resolve(serving: Serving, demand: Demand) -> Resolved | None:
         if len(serving.plans) != 1:
             return None
         (plan,) = serving.plans
@@ -43,35 +45,39 @@ def placement_resolver(optimize: Optimize, verify: Verify) -> Resolver:
         if len(loads) != 1 or not loads[0].requests_per_s or not _rate_matters(plan.placement):
             return None
         found = _sound(optimize, verify, asked_for(plan, loads[0]))
-        return None if found is None else Serving(plans=(found,), planned=(loads[0],))
+        return None if found is None else Resolved(Serving(plans=(found,), planned=(loads[0],)))
 
     return resolve
 
 
 def allocation_resolver(
-    plan: Plan, optimize: Optimize, verify: Verify, placement_plans: Callable[[Plan], Sequence[Plan]]
+    optimize: Optimize, verify: Verify, placement_plans: Callable[[Plan], Sequence[Plan]]
 ) -> Resolver:
-    """A plan of several models for the measured requests of each query type.
+    """A plan of several models for the measured requests of each query type, and what it saves.
+
+    That is by the allocation problem: what is served now, with the best shares on what is bought, beside the new plan.
 
     Parameters
     ----------
-    plan : Plan
-        Of an allocation problem.
     optimize, verify : callable
     placement_plans : callable
-        One placement plan for each of its deployments, in their order.
+        One placement plan for each deployment of an allocation plan, in their order.
     """
 
-    def resolve(_: Serving, demand: Demand) -> Serving | None:
-        problem = plan.problem
-        if not isinstance(problem, AllocationProblem):
+    def resolve(serving: Serving, demand: Demand) -> Resolved | None:
+        now = serving.allocation
+        if now is None or not isinstance(now.problem, AllocationProblem):
             return None
-        types = []
-        for query in problem.query_types:
+        per_hour = {}
+        for query in now.problem.query_types:
             rate = sum(load.requests_per_s for load in demand.values() if load.query_type == query.name)
-            types.append(query.replace(requests_per_hour=3600 * rate) if rate else query)
-        found = _sound(optimize, verify, problem.replace(query_types=tuple(types)))
-        return None if found is None else allocation_serving(found, placement_plans(found))
+            # What nobody asks for now may be asked for again.
+            per_hour[query.name] = SECONDS_PER_HOUR * rate or query.requests_per_hour
+        found = _sound(optimize, verify, at_rates(now.problem, factors(now.problem, per_hour)))
+        if found is None:
+            return None
+        saved = operated_usd_per_hour(now, per_hour) - operated_usd_per_hour(found, per_hour)
+        return Resolved(allocation_serving(found, placement_plans(found)), saved)
 
     return resolve
 
@@ -97,12 +103,13 @@ def allocation_serving(plan: Plan, plans: Sequence[Plan]) -> Serving:
     types = {query.name: query for query in problem.query_types}
     return Serving(
         plans=tuple(plans),
+        allocation=plan,
         routes=tuple(RouteSettings(query_type=t, model=m, fraction=min(1.0, f)) for (t, m), f in shares.items()),
         planned=tuple(
             Load(
                 model=model,
                 query_type=name,
-                requests_per_s=types[name].requests_per_hour / 3600 * share,
+                requests_per_s=types[name].requests_per_hour / SECONDS_PER_HOUR * share,
                 mean_input_tokens=types[name].input_tokens,
                 mean_output_tokens=types[name].output_tokens,
             )

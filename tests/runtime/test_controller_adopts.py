@@ -17,7 +17,7 @@ from hetplan.errors import InvalidInputError
 from hetplan.policies import policy
 from hetplan.runtime.controller import controller as loop
 from hetplan.runtime.controller.controller import Controller
-from hetplan.runtime.controller.demand import Demand
+from hetplan.runtime.controller.demand import Demand, Resolved
 from hetplan.runtime.controller.fleet import Fleet
 from hetplan.runtime.controller.programs import Programs
 from hetplan.runtime.controller.provider import MachineState, NoMachineError
@@ -314,9 +314,9 @@ def test_demand_that_has_moved_is_planned_for_where_that_is_worth_it(tmp_path: P
     first, larger = Serving.of(plan_of(1, rate=0.01)), plan_of(1, 1, rate=0.01)
     world, events, asked = World(), [], []
 
-    def resolve(serving: Serving, demand: Demand) -> Serving:
+    def resolve(serving: Serving, demand: Demand) -> Resolved:
         asked.append(demand)
-        return Serving(plans=(larger,), planned=tuple(demand.values()))
+        return Resolved(Serving(plans=(larger,), planned=tuple(demand.values())))
 
     async def live() -> None:
         more = {"resolve": resolve, "resolve_every_s": 0.05}

@@ -10,8 +10,9 @@ import pytest
 import hetplan as hp
 from hetplan.errors import RouterError
 from hetplan.resolving import allocation_resolver, allocation_serving, asked_for, placement_resolver, replanner
-from hetplan.runtime.controller.demand import Band, Reading, Watched, keys_of, planned, read, watch, worth
+from hetplan.runtime.controller.demand import Band, Reading, Resolved, Watched, keys_of, planned, read, watch, worth
 from hetplan.runtime.controller.serving import Load, Serving
+from hetplan.solvers.allocation.rolling import operated_usd_per_hour
 
 KEY = ("m", None)
 BAND = Band()
@@ -102,12 +103,12 @@ def test_a_plan_is_adopted_for_dollars_only_if_it_saves_more_than_it_costs() -> 
     large, small = Serving.of(cheapest(3.5 * rate)), Serving.of(cheapest(0.5 * rate))
     offer = large.plans[0].placement.cluster.pools[0].offer
     demand = planned(small)
-    long = worth(large, small, demand, [offer], horizon_s=3600.0, start_s=120.0)
+    long = worth(large, Resolved(small), demand, [offer], horizon_s=3600.0, start_s=120.0)
     assert long.unit == "usd"
     assert long.gain == pytest.approx(3 * offer.billed_usd_per_hour)
     assert long.cost == pytest.approx(offer.billed_usd_per_hour * 120 / 3600)
     assert long.switches
-    short = worth(large, small, demand, [offer], horizon_s=30.0, start_s=120.0)
+    short = worth(large, Resolved(small), demand, [offer], horizon_s=30.0, start_s=120.0)
     assert not short.switches
     assert 0 < short.gain < short.cost
 
@@ -116,11 +117,11 @@ def test_a_plan_that_serves_what_is_not_served_is_worth_requests() -> None:
     rate = per_machine()
     small, large = Serving.of(cheapest(0.5 * rate)), Serving.of(cheapest(2.5 * rate))
     offer = large.plans[0].placement.cluster.pools[0].offer
-    found = worth(small, large, planned(large), [offer, offer], horizon_s=3600.0, start_s=120.0)
+    found = worth(small, Resolved(large), planned(large), [offer, offer], horizon_s=3600.0, start_s=120.0)
     assert (found.unit, found.switches) == ("requests", True)
     assert found.gain == pytest.approx(1.5 * rate * 3600, rel=1e-6)
     assert found.cost > 0
-    assert not worth(large, small, planned(large), [], horizon_s=3600.0, start_s=120.0).switches
+    assert not worth(large, Resolved(small), planned(large), [], horizon_s=3600.0, start_s=120.0).switches
 
 
 def test_the_plan_for_what_is_asked_for_keeps_the_engines_settings() -> None:
@@ -129,8 +130,8 @@ def test_the_plan_for_what_is_asked_for_keeps_the_engines_settings() -> None:
     load = planned(serving)["llama-3.1-8b", None].replace(requests_per_s=2.5 * rate, mean_input_tokens=210.0)
     found = placement_resolver(optimize, hp.verify)(serving, {("llama-3.1-8b", None): load})
     assert found is not None
-    assert sum(p.count for p in found.plans[0].deployments[0].pipelines) == 3
-    assert found.planned == (load,)
+    assert sum(p.count for p in found.serving.plans[0].deployments[0].pipelines) == 3
+    assert found.serving.planned == (load,)
     problem = asked_for(serving.plans[0], load)
     # So little longer prompts do not change what engines are started with.
     assert problem.workload.mean_input_tokens == 200
@@ -140,7 +141,7 @@ def test_the_plan_for_what_is_asked_for_keeps_the_engines_settings() -> None:
     # More than all machines can do: the most that they can.
     most = placement_resolver(optimize, hp.verify)(serving, {KEY: load.replace(requests_per_s=99 * rate)})
     assert most is not None
-    assert sum(p.count for p in most.plans[0].deployments[0].pipelines) == 8
+    assert sum(p.count for p in most.serving.plans[0].deployments[0].pipelines) == 8
 
 
 def test_fewer_machines_are_planned_for_as_far_as_they_go() -> None:
@@ -155,12 +156,12 @@ def test_fewer_machines_are_planned_for_as_far_as_they_go() -> None:
 
 def test_an_allocation_is_planned_for_the_measured_requests_of_each_query_type() -> None:
     problem = hp.AllocationProblem.canonical(query_types=6, models=6, tiers=10, seed=0)
-    plan = hp.optimize(problem, solver="gh")
+    plan = hp.optimize(problem, solver="milp")
     asked: list[hp.AllocationProblem] = []
 
     def note(found: hp.PlacementProblem | hp.AllocationProblem) -> hp.Plan:
         asked.append(found)
-        return hp.optimize(found, solver="gh")
+        return hp.optimize(found, solver="milp")
 
     def placements(found: hp.Plan) -> list[hp.Plan]:
         return [cheapest(0.01)] * len(found.deployments)
@@ -169,9 +170,23 @@ def test_an_allocation_is_planned_for_the_measured_requests_of_each_query_type()
     name = problem.query_types[0].name
     assert {key[1] for key in keys_of(serving)} <= {q.name for q in problem.query_types}
     demand = {key: load.replace(requests_per_s=2 * load.requests_per_s) for key, load in planned(serving).items()}
-    found = allocation_resolver(plan, note, lambda _: [], placements)(serving, demand)
+    found = allocation_resolver(note, lambda _: [], placements)(serving, demand)
     assert found is not None
     served = sum(r.fraction for r in plan.routes if r.query_type == name)
     assert asked[0].query_types[0].requests_per_hour == pytest.approx(
         2 * served * problem.query_types[0].requests_per_hour
     )
+    # By the allocation problem: what was bought for half of it, with the best shares, beside what is bought for all.
+    assert found.serving.allocation is not None
+    assert found.saved_usd_per_hour is not None
+    assert found.saved_usd_per_hour >= -1e-6
+    value = worth(serving, found, demand, [], horizon_s=3600.0, start_s=120.0)
+    assert (value.unit, value.gain) == ("usd", found.saved_usd_per_hour)
+
+
+def test_an_allocation_for_the_same_demand_saves_nothing() -> None:
+    plan = hp.optimize(hp.AllocationProblem.canonical(query_types=6, models=6, tiers=10, seed=0), solver="milp")
+    assert isinstance(plan.problem, hp.AllocationProblem)
+    rates = {query.name: query.requests_per_hour for query in plan.problem.query_types}
+    usd = operated_usd_per_hour(plan, rates) * plan.problem.horizon_hours
+    assert usd == pytest.approx(plan.objective, rel=1e-6)

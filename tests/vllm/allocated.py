@@ -162,6 +162,28 @@ def ask(url: str, kind: Kind, ids: random.Random, model: str | None = None) -> t
     return first, time.perf_counter() - began
 
 
+def stream_ids(url: str, kind: Kind) -> tuple[str, list[int]]:
+    """The model that answered a type's one prompt, and its tokens as they were streamed."""
+    body = {
+        "prompt": list(_ID_RANGE[: kind.input_tokens]),
+        "max_tokens": kind.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    headers = {"Content-Type": "application/json", "X-Query-Type": kind.name}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    model, ids = "", []
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                model = event["model"]
+                ids += event["choices"][0].get("token_ids") or []
+    return model, ids
+
+
 def measure(urls: Mapping[str, str]) -> dict[str, list[Figures]]:
     """Every type on every model's engine, by clients that ask all in turn: what disturbs one disturbs the others."""
     pairs = [(model, kind) for kind in KINDS for model in urls]

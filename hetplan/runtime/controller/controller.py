@@ -48,7 +48,7 @@ from hetplan.runtime.controller.decide import (
     fold,
     standing_still,
 )
-from hetplan.runtime.controller.demand import Band, Demand, Watched, keys_of, planned, read, watch, worth
+from hetplan.runtime.controller.demand import Band, Demand, Resolved, Watched, keys_of, planned, read, watch, worth
 from hetplan.runtime.controller.fleet import Fleet
 from hetplan.runtime.controller.programs import Program, Programs
 from hetplan.runtime.controller.provider import MachineProvider, NoMachineError
@@ -61,7 +61,7 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 # Given what is served, and how many machines of each offer can be had.
 Replanner = Callable[[Serving, Mapping[str, int]], Serving | None]
 # Given what is served, and what is asked for.
-Resolver = Callable[[Serving, Demand], Serving | None]
+Resolver = Callable[[Serving, Demand], Resolved | None]
 
 _BOOT_S = 900.0
 _START_S = 1800.0
@@ -332,15 +332,16 @@ class Controller:
 
     async def _resolve_for(self, resolve: Resolver, serving: Serving, demand: Demand) -> None:
         self._tell("resolving", demand=[load.model_dump() for load in demand.values()])
-        found = await asyncio.to_thread(resolve, serving, demand)
-        if found is None or found.fingerprint == serving.fingerprint:
+        resolved = await asyncio.to_thread(resolve, serving, demand)
+        if resolved is None or resolved.serving.fingerprint == serving.fingerprint:
             self._tell("resolved", adopted=False, why="there is no other plan")
             return
         if self.state.serving != serving.fingerprint:
             self._tell("resolved", adopted=False, why="another plan was adopted meanwhile")
             return
+        found = resolved.serving
         value = worth(
-            serving, found, demand, self._started(found), horizon_s=self._horizon_s, start_s=self._fleet.start_s
+            serving, resolved, demand, self._started(found), horizon_s=self._horizon_s, start_s=self._fleet.start_s
         )
         figures: dict[str, Any] = {
             "unit": value.unit,

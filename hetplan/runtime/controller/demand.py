@@ -54,6 +54,14 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
+class Resolved:
+    """What may be served instead, and what it saves under the demand by its own problem, where that tells."""
+
+    serving: Serving
+    saved_usd_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Worth:
     """What another plan gains over a horizon, and what switching to it costs, in one unit."""
 
@@ -123,17 +131,19 @@ def watch(watched: Watched, reading: Reading, band: Band) -> tuple[Watched, Dema
 
 
 def worth(
-    old: Serving, new: Serving, demand: Demand, started: Iterable[Offer], *, horizon_s: float, start_s: float
+    old: Serving, found: Resolved, demand: Demand, started: Iterable[Offer], *, horizon_s: float, start_s: float
 ) -> Worth:
     """Whether a plan is worth switching to.
 
-    Where less is asked for than both serve, and the plans are to be cheap, the gain is in dollars; otherwise in
+    What an allocation saves is said by its problem, delays and what is turned away included. Otherwise, where less is
+    asked for than both serve, and the plans are to be cheap, the gain is in dollars; otherwise in
     requests served. Machines that are started run beside the old ones for ``start_s``; that is the cost, in requests by
     what one costs under the new plan. Rates of plans are those that they state, by the tokens they were made for.
 
     Parameters
     ----------
-    old, new : Serving
+    old : Serving
+    found : Resolved
     demand : mapping
     started : iterable of Offer
         Of each machine of the pipelines that the new one has and the old one has not.
@@ -142,7 +152,10 @@ def worth(
     start_s : float
         Seconds until a machine that is rented serves.
     """
+    new = found.serving
     double_usd = sum(offer.billed_usd_per_hour for offer in started) * start_s / 3600
+    if found.saved_usd_per_hour is not None:
+        return Worth("usd", found.saved_usd_per_hour * horizon_s / 3600, double_usd, horizon_s)
     asked = sum(load.requests_per_s for load in demand.values())
     before, after = _served_per_s(old, demand), _served_per_s(new, demand)
     cheap = any(plan.placement.objective != "throughput" for plan in new.plans)

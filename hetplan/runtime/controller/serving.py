@@ -44,12 +44,15 @@ class Serving(Frozen):
         Without any a request goes to the pipelines of the model that it names.
     planned : tuple of Load
         What the plans were made for; a model that is not listed was planned for no rate.
+    allocation : Plan or None
+        Of the allocation problem that decided on the plans and routes; None where there was none.
     """
 
     schema_name: Literal["hetplan.serving/1"] = "hetplan.serving/1"
     plans: Annotated[tuple[Plan, ...], Field(min_length=1)]
     routes: Annotated[tuple[RouteSettings, ...], Field(max_length=MAX_ROUTES)] = ()
     planned: tuple[Load, ...] = ()
+    allocation: Plan | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Self:

@@ -23,15 +23,16 @@ Where it departs, or says what the paper does not:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hetplan.errors import InfeasibleError, InvalidInputError, NoSolutionError
+from hetplan.plan import Plan
 from hetplan.problem.allocation import AllocationProblem
 from hetplan.solvers.allocation.options import FloatArray, IntArray, make_options
-from hetplan.solvers.allocation.scenarios import Operations, Placement, Reroute, make_placement
+from hetplan.solvers.allocation.scenarios import Operations, Placement, Reroute, make_placement, placement_of
 from hetplan.solvers.base import AllocationSolver, check_count, get_allocation_solver
 from hetplan.units import BITS_PER_BYTE, SECONDS_PER_HOUR
 
@@ -134,7 +135,7 @@ def rolling(
     known: dict[tuple[bytes, bytes, bytes], Operations] = {}
 
     def solved(rates: FloatArray) -> Placement:
-        found = used.solve(_at_rates(problem, rates), time_limit_s=time_limit_s, seed=seed)
+        found = used.solve(at_rates(problem, rates), time_limit_s=time_limit_s, seed=seed)
         answer, numbers = found.assignment, found.options.number
         bought = {int(numbers[n]): int(answer.replicas[n]) for n in np.flatnonzero(answer.replicas)}
         sent = {(int(i), int(numbers[n])) for i, n in np.argwhere(answer.shares > 0)}
@@ -177,6 +178,24 @@ def rolling(
     return RollingResult(static_usd, rolling_usd, switching_usd, switches, static_unserved, rolling_unserved)
 
 
+def operated_usd_per_hour(plan: Plan, requests_per_hour: Mapping[str, float]) -> float:
+    """Dollars an hour of what a plan bought, with the best shares on it for other rates of each query type.
+
+    Rent, storage, delays and what is turned away, as the plan's problem has them.
+
+    Raises
+    ------
+    InvalidInputError
+        If the plan does not answer an allocation problem.
+    NoSolutionError
+        If the program is lost to rounding.
+    """
+    placement = placement_of(plan)
+    problem = placement.options.problem
+    rates = factors(problem, requests_per_hour)
+    return (placement.fixed_usd + Operations(placement).solve(rates).usd) / problem.horizon_hours
+
+
 def walk(types: int, windows: int, sigma: float, trial: int, seed: int) -> FloatArray:
     """(windows, types) factors on the rates: 1 in the first window, then a geometric random walk.
 
@@ -189,8 +208,16 @@ def walk(types: int, windows: int, sigma: float, trial: int, seed: int) -> Float
     return factors
 
 
-def _at_rates(problem: AllocationProblem, rates: FloatArray) -> AllocationProblem:
-    """The problem with other rates, and a storage capacity that grows with the traffic where there is more of it."""
+def factors(problem: AllocationProblem, requests_per_hour: Mapping[str, float]) -> FloatArray:
+    """(I,): of the rate of each query type."""
+    return np.array([requests_per_hour[query.name] / query.requests_per_hour for query in problem.query_types])
+
+
+def at_rates(problem: AllocationProblem, rates: FloatArray) -> AllocationProblem:
+    """The problem with each query type's rate so many times as high, (I,).
+
+    Its storage capacity grows with the traffic where there is more of it.
+    """
     if (rates == 1).all():
         return problem
     queries = problem.query_types
