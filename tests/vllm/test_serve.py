@@ -41,7 +41,7 @@ class Served:
     said: list[str] = field(default_factory=list)
 
     def listen(self) -> None:
-        assert self.process.stderr is not None and self.process.stdout is not None
+        assert self.process.stderr is not None
         for line in self.process.stderr:
             if line.startswith("{"):
                 self.events.append(json.loads(line))
@@ -164,8 +164,8 @@ def test_a_shift_of_demand_is_planned_for_and_served_without_a_dropped_stream(
         assert pipelines[SMALL] == 1, pipelines
         assert clients.odd == []
         print(
-            f"ready after {ready_s:.0f} s; {sum(clients.streams.values())} streams, none lost or changed; demand shifted, "
-            f"planned anew after {adopted_s:.0f} s, served after {applied_s:.0f} s, gain {adopting['gain']:.2f} for "
+            f"ready after {ready_s:.0f} s; {sum(clients.streams.values())} streams, none lost or changed; demand "
+            f"shifted, planned anew after {adopted_s:.0f} s, served after {applied_s:.0f} s, gain {adopting['gain']:.2f} for "
             f"{adopting['cost']:.2f} {adopting['unit']}"
         )
         served.process.send_signal(signal.SIGINT)
