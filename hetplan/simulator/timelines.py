@@ -193,7 +193,8 @@ def _timeline(told: Sequence[Mapping[str, Any]], place: int) -> InterruptionTime
     joined = [e for e in until if not machines or e.get("machine") in machines]
     node_ready = _last(joined, "node_ready") or begun_s
     rented = next((float(e["at_s"]) for e in joined if e["event"] == "renting"), begun_s)
-    loaded = _last(mine, "store_loaded") or node_ready
+    # A store that is started again later brings the same weights again.
+    loaded = _last([e for e in mine if float(e["at_s"]) <= ready], "store_loaded") or node_ready
     return InterruptionTimeline(
         kind="notice" if event["event"] == "notice" else "loss",
         machine=str(event["machine"]),

@@ -82,6 +82,7 @@ class Lived:
     events: list[dict[str, Any]] = field(default_factory=list)
     spans_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     machines: dict[str, str] = field(default_factory=dict)
+    leaving: bool = False
 
     def longest_wait_s(self, name: str) -> float:
         return max(answer.longest_wait_s(*self.spans_s[name]) for answer in self.answers)
@@ -216,9 +217,8 @@ async def _live(
         await asyncio.sleep(2)
         for interruption in interruptions:
             await interrupter.interrupt(interruption)
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        lived.leaving = True
+        await asyncio.wait_for(asyncio.gather(*clients), READY_S)
     await router.end(5)
     controller.drain()
     await asyncio.wait_for(running, 120)
@@ -278,7 +278,7 @@ async def _until_served(session: aiohttp.ClientSession) -> None:
 
 
 async def _keep_asking(session: aiohttp.ClientSession, lived: Lived) -> None:
-    while True:
+    while not lived.leaving:
         try:
             lived.answers.append(await _ask(session))
         except (aiohttp.ClientError, AssertionError, ValueError, KeyError) as error:
