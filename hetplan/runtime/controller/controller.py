@@ -273,7 +273,9 @@ class Controller:
         if self._clock() < not_before_s:
             return
         self._tasks[key] = asyncio.create_task(self._carry_out(action, key, failures))
-        self._tasks[key].add_done_callback(lambda _: self._wake.set())
+        if not isinstance(action, Await | Probe):
+            # Those are asked again at the next look; that at once would keep a core busy until the answer is yes.
+            self._tasks[key].add_done_callback(lambda _: self._wake.set())
 
     async def _carry_out(self, action: Action, key: tuple[Any, ...], failures: int) -> None:
         try:
