@@ -112,7 +112,7 @@ def interruption_figure(lived: InterruptionTimeline, starts: StartTimes) -> Figu
     most_s = max(*measured.values(), *predicted.values())
     if lived.grace_s is not None and lived.grace_s < 1.5 * most_s:
         axes.axvline(lived.grace_s, color="#c2453d", linestyle=":", linewidth=1.2, label="machine is taken")
-    axes.set_xlim(0, 1.45 * most_s)
+    axes.set_xlim(0, 1.55 * most_s)
     axes.set_xlabel(f"seconds since the {lived.kind}")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles=handles, labels=labels, frameon=False, ncols=len(labels), loc="outside upper center")

@@ -37,6 +37,7 @@ def lived(begun_s: float, old: int, boot_s: float, load_s: float, start_s: float
     ]
 
 
+EVENTS = Path(__file__).resolve().parents[2] / "examples" / "serve-events.jsonl"
 FIRST = [told(0.0, "generation", pipeline=1, generation=1, machines=["m-0", "m-1"], port=8000)]
 
 
@@ -121,3 +122,22 @@ def test_the_figure_shows_both_and_the_end_of_the_machine(grace_s: float | None,
     said = [text.get_text() for text in axes.texts]
     assert "20.0 s, predicted 20.0 s" in said
     assert "at 27.7 s, predicted 27.0 s" in said
+
+
+def test_recorded_interruptions_of_a_real_cluster() -> None:
+    """Four notices of 120 s under a controller over Ray with vLLM; one machine of two is replaced each time."""
+    events = read_events(EVENTS)
+    found = interruption_timelines(events)
+    assert [(one.kind, one.machine, one.generation) for one in found] == [
+        ("notice", "m-2", 2),
+        ("notice", "m-3", 3),
+        ("notice", "m-4", 4),
+        ("notice", "m-5", 5),
+    ]
+    for one in found:
+        assert 0 <= one.rented_s <= one.node_ready_s <= one.store_loaded_s <= one.engine_ready_s <= one.shunt_s
+    # What the controller itself says of the phases, from its own beginnings of them.
+    said = {name: [e["seconds"] for e in events if e["event"] == name][-4:] for name in ("node_ready", "engine_ready")}
+    starts = measured_start_times(events)
+    assert starts.node_ready_s == pytest.approx(sum(said["node_ready"]) / 4, rel=0.02)
+    assert starts.engine_init_s == pytest.approx(sum(said["engine_ready"]) / 4, rel=0.02)

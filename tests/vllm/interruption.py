@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -186,7 +187,6 @@ def live_through(
         asyncio.run(
             _live(lived, controller, router, port, _Interrupter(lived, controller, provider, agents), interruptions)
         )
-        return lived
     finally:
         if provider is not None:
             provider.end()
@@ -197,6 +197,9 @@ def live_through(
         head.end()
         os.environ.clear()
         os.environ.update(before)
+    # What a failure has left is kept.
+    shutil.rmtree(folder, ignore_errors=True)
+    return lived
 
 
 async def _live(
