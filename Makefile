@@ -1,15 +1,16 @@
 # make demo   plan Llama-3.1-70B on 24 mixed GPUs, from a real config.json
 # make test   lint, types, all tests, docs
 # make test-vllm  what needs real vLLM: finds or makes its environment in ~/.cache/hetplan
-# make soak   twenty kills of real vLLM and the router under forty streams: no token lost, doubled or changed;
-#             machines that go under a controller; what two engines on one tensor store take
+# make soak   twenty kills of real vLLM and the router under forty streams, thirty of every part of `hetplan serve`:
+#             no token lost, doubled or changed; an interruption beside its prediction; what two engines on one tensor
+#             store take
 # make bench  speed, growth and the figures quoted in docs
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # By `make soak` only. NIXL keeps a core busy in each engine: with two cores its tests take longer than all others. A
 # cluster of Ray nodes beside engines takes minutes more.
-LONG := tests/vllm/test_kv_transfer_nixl.py tests/vllm/test_controller_cluster.py tests/vllm/test_interruption.py
+LONG := tests/vllm/test_kv_transfer_nixl.py tests/vllm/test_controller_cluster.py
 
 .PHONY: demo test test-vllm lint compiled docs bench soak clean
 
@@ -49,7 +50,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks
 
 soak: $(VENV)/dev
-	$(BIN)/python -m benchmarks soak store
+	$(BIN)/python -m benchmarks soak store interruptions kills
 	$(BIN)/python -m pytest -o addopts= -ra $(LONG)
 
 clean:

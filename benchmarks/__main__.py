@@ -17,6 +17,8 @@ import numpy as np
 import hetplan as hp
 from benchmarks.allocation import allocation
 from benchmarks.clusters import GPUS_24, GPUS_76, WORKLOAD
+from benchmarks.interruptions import interruptions
+from benchmarks.kills import kills
 from benchmarks.placement import placement
 from benchmarks.predict_then_measure import predict_then_measure
 from benchmarks.router import router
@@ -158,7 +160,7 @@ def main() -> None:
     planned = (algorithm_1, growth, auto, placement, allocation, predictions, simulator)
     sections = {f.__name__: f for f in (*planned, router, demo)}
     # Only when named: they need vLLM's environment.
-    engines = {f.__name__: f for f in (predict_then_measure, soak, store)}
+    engines = {f.__name__: f for f in (predict_then_measure, soak, store, interruptions, kills)}
     for name in sys.argv[1:] or sections:
         (sections | engines)[name]()
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from hetplan.estimator.queueing import LATENCIES
 from hetplan.simulator.results import SimulationResult
+from hetplan.simulator.start_times import StartTimes
+from hetplan.simulator.timelines import InterruptionTimeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _STATES = {"serving": "#4c9f70", "initialising": "#e0b341", "dead": "#c2453d"}
 _LABELS = {"ttft_s": "time to first token, s", "tpot_s": "time per output token, s", "e2e_s": "end to end, s"}
+# Of an interruption: what ends each phase, and what is done until then.
+_PHASES = {"node_ready": "machine boots", "store_loaded": "weights load", "engine_ready": "engines start"}
+_MEASURED, _PREDICTED = "#4c72b0", "#c9b27c"
 _MARKETS = {"spot": "#4c72b0", "on_demand": "#dd8452", "owned": "#8c8c8c"}
 
 
@@ -71,6 +76,49 @@ def timeline_figure(run: SimulationResult) -> Figure:
     return figure
 
 
+def interruption_figure(lived: InterruptionTimeline, starts: StartTimes) -> Figure:
+    """An interruption that a controller lived through beside what start times predict of it.
+
+    Parameters
+    ----------
+    lived : InterruptionTimeline
+        As `interruption_timelines` reads it from events.
+    starts : StartTimes
+        Such as `measured_start_times` gives for earlier interruptions. Their deviations are drawn as bars' whiskers.
+    """
+    figure, axes = _new(8.0, 3.2)
+    measured, predicted = lived.ends_s, starts.expected_ends_s()
+    deviations = (starts.node_ready_deviation_s, starts.store_load_deviation_s, starts.engine_init_deviation_s)
+    rows = range(len(_PHASES), 0, -1)
+    begins = [0.0, 0.0]
+    for row, name, deviation_s in zip(rows, _PHASES, deviations, strict=True):
+        ends = (measured[name], predicted[name])
+        for begin, end, up, colour in zip(begins, ends, (0.19, -0.19), (_MEASURED, _PREDICTED), strict=True):
+            axes.barh(row + up, end - begin, left=begin, height=0.34, color=colour)
+        axes.errorbar(ends[1], row - 0.19, xerr=deviation_s, color="#666666", capsize=2, linewidth=1)
+        lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        _beside(axes, max(ends[0], ends[1] + deviation_s), row, f"{lengths[0]:.1f} s, predicted {lengths[1]:.1f} s")
+        begins = list(ends)
+    for up, name, colour in ((0.19, "measured", _MEASURED), (-0.19, "predicted", _PREDICTED)):
+        at_s = (measured if up > 0 else predicted)["shunt"]
+        axes.plot(at_s, up, marker="D", markersize=7, color=colour, linestyle="none", label=name)
+    _beside(
+        axes,
+        max(measured["shunt"], predicted["shunt"]),
+        0,
+        f"at {measured['shunt']:.1f} s, predicted {predicted['shunt']:.1f} s",
+    )
+    axes.set_yticks([0, *rows], ["router sends to them", *_PHASES.values()])
+    most_s = max(*measured.values(), *predicted.values())
+    if lived.grace_s is not None and lived.grace_s < 1.5 * most_s:
+        axes.axvline(lived.grace_s, color="#c2453d", linestyle=":", linewidth=1.2, label="machine is taken")
+    axes.set_xlim(0, 1.55 * most_s)
+    axes.set_xlabel(f"seconds since the {lived.kind}")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles=handles, labels=labels, frameon=False, ncols=len(labels), loc="outside upper center")
+    return figure
+
+
 def cost_figure(runs: Mapping[str, SimulationResult]) -> Figure:
     """Dollars of each run, spot and on-demand apart, and per million output tokens."""
     figure, axes = _new(max(4.0, 1.0 + 0.9 * len(runs)), 3.4)
@@ -113,6 +161,10 @@ def _new(width: float, height: float) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     _plain(axes)
     return figure, axes
+
+
+def _beside(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def _plain(axes: Axes) -> None:

@@ -127,6 +127,26 @@ class StartTimes(Frozen):
         """Mean seconds until a machine serves when the engine loads the weights and then goes on with its start."""
         return self.node_ready_s + self._load_s(weight_bytes)[0] + self.engine_init_s
 
+    def expected_ends_s(self, *, together: bool = False, weight_bytes: int | None = None) -> dict[str, float]:
+        """Mean seconds from renting a machine to the end of each phase of a start.
+
+        Parameters
+        ----------
+        together : bool
+            Weights load beside the engines' start; else the engines start when the weights are there.
+        weight_bytes : int, optional
+            As for `draw`.
+
+        Returns
+        -------
+        dict
+            "node_ready", "store_loaded", "engine_ready" and "shunt": the router is told as soon as the engines answer.
+        """
+        loaded = self.node_ready_s + self._load_s(weight_bytes)[0]
+        expected = self.expected_together_s if together else self.expected_one_by_one_s
+        ready = expected(weight_bytes=weight_bytes)
+        return {"node_ready": self.node_ready_s, "store_loaded": loaded, "engine_ready": ready, "shunt": ready}
+
     def _load_s(self, weight_bytes: int | None) -> tuple[float, float]:
         if self.load_bytes_per_s is None:
             return self.store_load_s, self.store_load_deviation_s

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import aiohttp
 import numpy as np
@@ -229,6 +229,15 @@ def drawn_prompts(seed: int, count: int) -> list[Prompt]:
     ]
 
 
+class Served(Protocol):
+    """What clients need to know: the router's address, the model's name, and each pipeline's own address."""
+
+    url: str
+    model: str
+
+    def engine_url(self, pipeline: int) -> str: ...
+
+
 class Stand:
     """Two pipelines from a launch folder and a router before them; each can be killed and started again."""
 
@@ -331,7 +340,7 @@ async def _disturb(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        undisturbed = await _undisturbed(session, stand, prompts)
+        alone = await undisturbed(session, stand, prompts)
         clients = Clients(session, stand, prompts)
         killer = Killer(session, stand, clients, rng, on_kill)
         running = asyncio.create_task(clients.run())
@@ -345,20 +354,22 @@ async def _disturb(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-    return Lived(killer.kills, clients.streams, killer.outages, undisturbed)
+    return Lived(killer.kills, clients.streams, killer.outages, alone)
 
 
 class Clients:
     """So many clients, each of which asks a prompt, reads the answer to its end, and asks the next."""
 
-    def __init__(self, session: aiohttp.ClientSession, stand: Stand, prompts: list[Prompt]) -> None:
-        self._session, self._stand, self._prompts = session, stand, prompts
+    def __init__(
+        self, session: aiohttp.ClientSession, stand: Served, prompts: list[Prompt], count: int = STREAMS
+    ) -> None:
+        self._session, self._stand, self._prompts, self._count = session, stand, prompts, count
         self.streams: list[Stream] = []
         self.leaving = False
 
     async def run(self) -> None:
         """Ask until `leaving`, and read what was asked to its end."""
-        await asyncio.gather(*(self._client() for _ in range(STREAMS)))
+        await asyncio.gather(*(self._client() for _ in range(self._count)))
 
     def running(self) -> list[Stream]:
         return [stream for stream in self.streams if not stream.ended and not stream.errors]
@@ -453,7 +464,7 @@ def _body(model: str, prompt: Prompt) -> dict[str, Any]:
     }
 
 
-async def _undisturbed(session: aiohttp.ClientSession, stand: Stand, prompts: list[Prompt]) -> list[Undisturbed]:
+async def undisturbed(session: aiohttp.ClientSession, stand: Served, prompts: list[Prompt]) -> list[Undisturbed]:
     """The answers of the first pipeline by itself, no router between."""
 
     async def answer(prompt: Prompt) -> Undisturbed:

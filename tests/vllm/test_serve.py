@@ -27,7 +27,7 @@ URL = f"http://127.0.0.1:{PORT}"
 LOOKS_S = 8.0
 # So slow that a few requests a second take a second engine of the tiny model.
 FIGURES = {SMALL: [Figures(0.2, 1.0, 2.0)] * 3, TINY: [Figures(0.05, 0.2, 3.0)] * 3}
-RATE_PER_S, LABELS_PER_S = 1.0, 4.0
+RATE_PER_S, LABELS_PER_S = 1.0, 2.5
 LABEL = KINDS[2]
 
 
@@ -165,8 +165,8 @@ def test_a_shift_of_demand_is_planned_for_and_served_without_a_dropped_stream(
         assert clients.odd == []
         print(
             f"ready after {ready_s:.0f} s; {sum(clients.streams.values())} streams, none lost or changed; demand "
-            f"shifted, planned anew after {adopted_s:.0f} s, served after {applied_s:.0f} s, gain {adopting['gain']:.2f} for "
-            f"{adopting['cost']:.2f} {adopting['unit']}"
+            f"shifted, planned anew after {adopted_s:.0f} s, served after {applied_s:.0f} s, gain "
+            f"{adopting['gain']:.2f} for {adopting['cost']:.2f} {adopting['unit']}"
         )
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(150) == 0
@@ -178,4 +178,4 @@ def _rests(served: Served) -> bool:
     state = json.loads((served.state / "state.json").read_text())
     wanted = {slot["pipeline"] for slot in state["slots"] if slot["origin"]["serving"] == state["serving"]}
     phases = Counter(generation["phase"] for generation in state["generations"])
-    return phases == {"serving": len(wanted)} and {key[0] for key in state["targets"]} == wanted and len(wanted) == 3
+    return phases == {"serving": len(wanted)} and {key[0] for key in state["targets"]} == wanted and len(wanted) > 2

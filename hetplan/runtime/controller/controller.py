@@ -69,7 +69,8 @@ _LAST_RANKS_S = 5.0
 _STATUS_S, _MISSES = 4.0, 4
 _REPLAN_EVERY_S, _RETURN_EVERY_S = 300.0, 600.0
 _SHORTEST_WINDOW_S, _LONGEST_WINDOW_S = 5.0, 595.0
-_CHECK_ROUTER_EVERY_S = 10.0
+_CHECK_ROUTER_EVERY_S = 2.0
+_STORE_EVERY_S = 5.0
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -276,8 +277,29 @@ class Controller:
             deadline_s = self._clock() + notice["seconds_left"]
             if machine.deadline_s is None:
                 self._learn(Noticed(name, deadline_s))
+        await self._look_at_store(name, status["processes"])
         await self._look_at_processes(name, status["processes"])
         return None
+
+    async def _look_at_store(self, machine: str, processes: dict[str, dict[str, Any]]) -> None:
+        """A store that has ended is started again, empty: engines go on with what they map, which it cannot count.
+
+        It is filled when the next engines start there.
+        """
+        store = processes.get("store")
+        generation = next((g for g in self.state.generations if machine in g.machines), None)
+        if store is None or store["returncode"] is None or generation is None:
+            return
+        if self._clock() - self._since.get(("store", machine), 0.0) < _STORE_EVERY_S:
+            return
+        self._since["store", machine] = self._clock()
+        programs, number = self._programs(generation.pipeline)
+        node = programs.nodes(number, generation.port)[generation.machines.index(machine)]
+        with contextlib.suppress(HetplanError, TimeoutError):
+            program = programs.start_store(node, await self._socket(machine))
+            if program is not None:
+                await self._agents.call(machine, _start("store", program))
+                self._tell("store_restarted", machine=machine, ended_with=store["returncode"])
 
     async def _look_at_processes(self, machine: str, processes: dict[str, dict[str, Any]]) -> None:
         for generation in self.state.generations:
@@ -422,7 +444,9 @@ class Controller:
         if self._clock() < not_before_s:
             return
         self._tasks[key] = asyncio.create_task(self._carry_out(action, key, failures))
-        self._tasks[key].add_done_callback(lambda _: self._wake.set())
+        if not isinstance(action, Await | Probe):
+            # Those are asked again at the next look; that at once would keep a core busy until the answer is yes.
+            self._tasks[key].add_done_callback(lambda _: self._wake.set())
 
     async def _carry_out(self, action: Action, key: tuple[Any, ...], failures: int) -> None:
         try:

@@ -64,6 +64,8 @@ def ray_environment(token: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Actors without GPUs are not to hide them from the engines that they start.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray's workers give way to every other process, and what agents start would too: engines among it.
+        "RAY_worker_niceness": "0",
         # A machine that does not answer is gone after some seconds, not after half a minute.
         "RAY_health_check_initial_delay_ms": "2000",
         "RAY_health_check_period_ms": "1000",
