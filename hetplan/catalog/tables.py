@@ -197,7 +197,8 @@ def get_offer(instance_type: str, *, region: str, market: str = "on_demand", pro
         "offer",
         f"{machine.provider}/{region}/{machine.name}/{market}",
         [offer.name for offer in known],
-        f"{machine.name} has {has}. Choose one of these, or give your own offer with a price.",
+        f"{machine.name} has {has}. Choose one of these, give your own offer with a price, or market owned for a "
+        "machine of your own.",
     )
 
 

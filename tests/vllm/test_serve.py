@@ -88,6 +88,8 @@ def serving(environment: Path, folder: Path, plan: hp.Plan, models: dict[str, Pa
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
         listening.join(10)
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 class Clients:
