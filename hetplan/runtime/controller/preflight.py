@@ -41,7 +41,8 @@ def check_engine(program: Sequence[str], engine: EngineProfile, nodes: Sequence[
     Raises
     ------
     InvalidInputError
-        It names what is missing. A program without a Python beside it, such as a container's, is taken as it is.
+        It names what is missing. A program of another name, or without a Python beside it, is taken as it is: a
+        container's, for one.
     """
     found = shutil.which(program[0])
     if found is None:
@@ -112,7 +113,7 @@ def _needs_plugin(node: Node, nodes: Sequence[Node]) -> bool:
 
 def _installed(program: Path) -> Installed | None:
     python = program.parent / "python"
-    if not python.exists():
+    if program.name != "vllm" or not python.exists():
         return None
     try:
         # It lies beside the program that is started anyway.
