@@ -378,3 +378,50 @@ def test_the_state_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"schema_name": "hetplan.controller/1", "plan_fingerprint": "f"}')
     with pytest.raises(hp.SchemaVersionError, match="has schema 'hetplan"):
         controller_of(World(), tmp_path, Serving.of(plan_of(1)))
+
+
+def test_a_folder_of_another_plan_is_taken_when_nothing_of_it_is_left(tmp_path: Path) -> None:
+    first, second = Serving.of(plan_of(1)), Serving.of(plan_of(1, 1))
+
+    async def live() -> None:
+        world = World()
+        controller = controller_of(world, tmp_path, first)
+        running = asyncio.create_task(controller.run())
+        await until(lambda: rests(controller, 1))
+        with pytest.raises(InvalidInputError, match="of which machines are left"):
+            controller_of(world, tmp_path, second)
+        # As `serve` does, whose router has ended before.
+        world.told.append(((), ()))
+        controller.drain()
+        await running
+        other = controller_of(world, tmp_path, second)
+        running = asyncio.create_task(other.run())
+        await until(lambda: rests(other, 2))
+        other.stop()
+        await running
+
+    asyncio.run(live())
+
+
+def test_what_was_left_alone_is_tried_again_after_a_restart(tmp_path: Path) -> None:
+    serving = Serving.of(plan_of(1))
+
+    async def live() -> None:
+        world = World()
+        controller = controller_of(world, tmp_path, serving)
+        (slot,) = controller.state.slots
+        assert controller.given_up() == {}
+        controller._become(controller.state.with_slot(slot.replace(failures=3, why="3 starts failed")))
+        assert controller.given_up() == {1: "3 starts failed"}
+        running = asyncio.create_task(controller.run())
+        await asyncio.sleep(0.3)
+        assert controller.state.generations == ()
+        controller.stop()
+        await running
+        again = controller_of(world, tmp_path, serving)
+        running = asyncio.create_task(again.run())
+        await until(lambda: rests(again, 1))
+        again.stop()
+        await running
+
+    asyncio.run(live())

@@ -110,7 +110,7 @@ class Controller:
     Raises
     ------
     InvalidInputError
-        If the folder holds the state of another plan, or plans that are not there any more.
+        If the folder holds the state of another plan of which machines are left, or plans that are not there any more.
     """
 
     def __init__(
@@ -140,9 +140,13 @@ class Controller:
         self._clock, self._interval_s = clock, interval_s
         self._path, self._files = folder / "state.json", ServingFiles(folder / SERVINGS)
         found = load(self._path)
+        if found is not None and found.given != serving.fingerprint and not found.machines and not found.generations:
+            # Of another plan, of which nothing is left.
+            found = None
         if found is not None and found.given != serving.fingerprint:
             raise InvalidInputError(
-                f"{self._path} is of another plan ({found.given[:12]}); give that plan, or another folder"
+                f"{self._path} is of another plan ({found.given[:12]}), of which machines are left; give that plan, "
+                "or another folder"
             )
         self._restarted = found is not None
         self._servings = {serving.fingerprint: serving}
