@@ -110,7 +110,10 @@ async def _disturb(served: Controlled, order: list[Kind], rng: np.random.Generat
 
 
 async def _kill_one(served: Controlled, clients: Clients, kind: Kind, rng: np.random.Generator, soak: Soak) -> None:
-    before, killed_s, began = _identity(served), time.time(), time.monotonic()
+    while (before := _identity(served)) is None or not await asyncio.to_thread(served.is_whole):
+        # What has failed by itself meanwhile is no part of this kill.
+        await asyncio.sleep(0.2)
+    killed_s, began = time.time(), time.monotonic()
     which = await asyncio.to_thread(served.kill, kind, rng)
 
     def back() -> bool:
@@ -118,7 +121,8 @@ async def _kill_one(served: Controlled, clients: Clients, kind: Kind, rng: np.ra
             return False
         if kind == "controller":
             return served.started_s() > killed_s
-        return _identity(served)[kind] != before[kind]
+        now = _identity(served)
+        return now is not None and now[kind] != before[kind]
 
     while not await asyncio.to_thread(back):
         assert time.monotonic() - began < _BACK_S, f"not whole {_BACK_S} s after the kill of {kind} {which}"
@@ -137,9 +141,12 @@ async def _kill_one(served: Controlled, clients: Clients, kind: Kind, rng: np.ra
     print(f"| {len(soak.kills)} | {kind} | {which} | {killed.back_s:.1f} | {killed.longest_gap_s:.2f} |", flush=True)
 
 
-def _identity(served: Controlled) -> dict[str, Any]:
-    """What is another one once a killed part has come back."""
-    (generation,) = served.state()["generations"]
+def _identity(served: Controlled) -> dict[str, Any] | None:
+    """What is another one once a killed part has come back; None while there are two generations, or none."""
+    generations = served.state()["generations"]
+    if len(generations) != 1:
+        return None
+    (generation,) = generations
     machines, router = generation["machines"], served.router()
     return {
         "node": machines,

@@ -95,9 +95,10 @@ class Controlled:
     def store(self, machine: str) -> Running | None:
         return self._running(self.fleet_folder / machine / "store.log")
 
-    def engine(self, machine: str) -> Running | None:
-        """Of the only generation on it."""
-        (generation,) = self.state()["generations"]
+    def engine(self, machine: str, generation: Mapping[str, Any] | None = None) -> Running | None:
+        """Of a generation on it, by default of the only one."""
+        if generation is None:
+            (generation,) = self.state()["generations"]
         name = f"engine-{generation['pipeline']}-{generation['generation']}.log"
         return self._running(self.fleet_folder / machine / name)
 
@@ -112,9 +113,11 @@ class Controlled:
         router = self.router()
         if router is not None:
             found["router"] = _rss_bytes(router.process)
-        stores = [store for store in map(self.store, self.machines()) if store is not None]
-        found["agents"] = max(_rss_bytes(store.starter) for store in stores)
-        found["stores"] = max(_rss_bytes(store.process) for store in stores)
+        names = [machine["name"] for machine in self.state()["machines"]]
+        stores = [store for store in map(self.store, names) if store is not None]
+        if stores:
+            found["agents"] = max(_rss_bytes(store.starter) for store in stores)
+            found["stores"] = max(_rss_bytes(store.process) for store in stores)
         return found
 
     def is_whole(self) -> bool:
@@ -128,7 +131,8 @@ class Controlled:
             return False
         if self.process is None or self.process.poll() is not None or self.router() is None:
             return False
-        if any(self.store(machine) is None or self.engine(machine) is None for machine in machines):
+        # The state that was read: what it says now may be another.
+        if any(self.store(m) is None or self.engine(m, generations[0]) is None for m in machines):
             return False
         health = _json(f"{self.url}/health")
         return health is not None and all(pipeline["healthy"] for pipeline in health["pipelines"])
