@@ -66,11 +66,12 @@ def ray_environment(token: Path) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray's workers give way to every other process, and what agents start would too: engines among it.
         "RAY_worker_niceness": "0",
-        # A machine that does not answer is gone after some seconds, not after half a minute.
+        # A machine that does not answer for some twenty seconds is gone: a busy one may take several to answer, and one
+        # that is taken for lost costs a start of its engines. What the provider says of it counts at once.
         "RAY_health_check_initial_delay_ms": "2000",
         "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_timeout_ms": "2000",
-        "RAY_health_check_failure_threshold": "3",
+        "RAY_health_check_timeout_ms": "5000",
+        "RAY_health_check_failure_threshold": "4",
     }
 
 
