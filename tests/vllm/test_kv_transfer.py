@@ -16,6 +16,7 @@ from caches import MODEL, SOURCE, TARGET, gained, prompt, resumed, say, send, st
 from servers import Cluster, complete
 
 from hetplan.runtime.kv_transfer import Sent, SharedStorage, TransferError
+from hetplan.runtime.recovery import RecoveryCosts, TransferCost
 from hetplan.runtime.router.app import Router
 from hetplan.runtime.router.settings import RouterSettings
 
@@ -118,7 +119,21 @@ def test_a_source_without_the_connector_sends_nothing(shared: Cluster, tmp_path:
         send(SharedStorage(tmp_path, BLOCK, LAYERS), prompt(300, seed=9))
 
 
-def test_a_notice_to_the_router_sends_the_cache_of_a_running_stream(shared: Cluster, storage: Path) -> None:
+def slow_engines(transfer: TransferCost | None = None) -> RecoveryCosts:
+    """A second a token, and five to compute a thousand anew."""
+    return RecoveryCosts(
+        context_tokens=(100, 1000),
+        recompute_s=(0.5, 5.0),
+        recompute_source="test",
+        step_s=1.0,
+        step_source="test",
+        transfer=transfer,
+    )
+
+
+def test_a_notice_to_the_router_sends_the_cache_of_a_running_stream(
+    shared: Cluster, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Predicted to be quicker than computing it anew, the cache goes along; the client sees the answer go on."""
     # Six blocks and a few tokens, so that no token at which the notice may come is one above whole blocks.
     ids = prompt(6 * BLOCK + 10, seed=11)
@@ -131,6 +146,8 @@ def test_a_notice_to_the_router_sends_the_cache_of_a_running_stream(shared: Clus
         router = Router(RouterSettings.from_dict({"targets": targets, **settings}), admin_key="root")
         runner = web.AppRunner(router.application(), handler_cancellation=True)
         await runner.setup()
+        # Not those of this host, whose engines may be done before the notice is dealt with.
+        monkeypatch.setattr(router._tools.costs, "costs", slow_engines)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         tokens: list[int] = []
@@ -150,7 +167,7 @@ def test_a_notice_to_the_router_sends_the_cache_of_a_running_stream(shared: Clus
                             tokens += json.loads(line[6:])["choices"][0]["token_ids"]
                             if len(tokens) > 20 and not counts:
                                 on = next(t for t in router._tools.targets.all if t.in_flight)
-                                notice = {"pipeline": on.settings.pipeline, "grace_s": 2.05}
+                                notice = {"pipeline": on.settings.pipeline, "grace_s": 4.0}
                                 key = {"Authorization": "Bearer root"}
                                 async with session.post(f"{url}/admin/notices", json=notice, headers=key) as done:
                                     counts.update(await done.json())
