@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Answer = Callable[[Callable[[], Any], bool], None]
 _DRAIN_S = 120.0
-# Of plans that name none.
-_ENGINE = "vllm-0.32"
 
 
 def add_serve(app: typer.Typer, *, answer: Answer, console: Console) -> None:
@@ -202,7 +200,6 @@ def _serve(path: Path, options: _Options) -> None:
         serving = Serving.of(plan)
         resolve = placement_resolver(optimize, verify)
     fleet = Fleet(_programs(serving.models, options), policy(options.policy), first_port=options.first_port)
-    fleet.pipelines(serving)
     _look_first(serving, fleet, options)
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     say_router(state, f"http://127.0.0.1:{options.port}")
@@ -253,7 +250,7 @@ def _refuse_other_hosts(plans: Sequence[Plan]) -> None:
 
 def _programs(models: Sequence[str], options: _Options) -> Callable[[Plan], Programs]:
     """What is started for a plan of one of the models."""
-    from hetplan.catalog.engines import get_engine
+    from hetplan.catalog.engines import DEFAULT_ENGINE, get_engine
     from hetplan.launchers.stores import shard_source
     from hetplan.launchers.vllm import sources_of
     from hetplan.runtime.controller.programs import Programs
@@ -264,7 +261,7 @@ def _programs(models: Sequence[str], options: _Options) -> Callable[[Plan], Prog
     vllm = (*shlex.split(options.vllm), "serve")
 
     def programs_of(plan: Plan) -> Programs:
-        engine = plan.placement.engine or get_engine(_ENGINE)
+        engine = plan.placement.engine or get_engine(DEFAULT_ENGINE)
         source = shard_source(options.store, engine)
         return Programs(plan, engine, model=loaded.get(plan.placement.model.name), source=source, vllm=vllm)
 
@@ -277,6 +274,7 @@ def _look_first(serving: Serving, fleet: Fleet, options: _Options) -> None:
     from hetplan.runtime.controller.preflight import check_engine, check_model, check_ports
     from hetplan.runtime.controller.state import load
 
+    count = len(fleet.pipelines(serving))
     for number, plan in enumerate(serving.plans):
         programs = fleet.programs(serving, number)
         check_engine(programs.vllm, programs.engine, programs.all_nodes())
@@ -284,7 +282,6 @@ def _look_first(serving: Serving, fleet: Fleet, options: _Options) -> None:
     before = load(options.state / "state.json")
     if before is None or not before.machines:
         # Otherwise these may be its own.
-        count = len(fleet.pipelines(serving))
         check_ports([options.port, *range(options.first_port, options.first_port + count)])
 
 

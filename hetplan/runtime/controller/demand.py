@@ -15,6 +15,7 @@ from typing import Any, Literal
 from hetplan.catalog.offers import Offer
 from hetplan.errors import RouterError
 from hetplan.runtime.controller.serving import Load, Serving
+from hetplan.units import SECONDS_PER_HOUR
 
 Key = tuple[str, str | None]
 Demand = Mapping[Key, Load]
@@ -153,16 +154,16 @@ def worth(
         Seconds until a machine that is rented serves.
     """
     new = found.serving
-    double_usd = sum(offer.billed_usd_per_hour for offer in started) * start_s / 3600
+    double_usd = sum(offer.billed_usd_per_hour for offer in started) * start_s / SECONDS_PER_HOUR
     if found.saved_usd_per_hour is not None:
-        return Worth("usd", found.saved_usd_per_hour * horizon_s / 3600, double_usd, horizon_s)
+        return Worth("usd", found.saved_usd_per_hour * horizon_s / SECONDS_PER_HOUR, double_usd, horizon_s)
     asked = sum(load.requests_per_s for load in demand.values())
     before, after = _served_per_s(old, demand), _served_per_s(new, demand)
     cheap = any(plan.placement.objective != "throughput" for plan in new.plans)
     if cheap and before >= asked * (1 - _SHORT) and after >= asked * (1 - _SHORT):
         saved = sum(p.cost_usd_per_hour for p in old.plans) - sum(p.cost_usd_per_hour for p in new.plans)
-        return Worth("usd", saved * horizon_s / 3600, double_usd, horizon_s)
-    usd_per_s = sum(plan.cost_usd_per_hour for plan in new.plans) / 3600
+        return Worth("usd", saved * horizon_s / SECONDS_PER_HOUR, double_usd, horizon_s)
+    usd_per_s = sum(plan.cost_usd_per_hour for plan in new.plans) / SECONDS_PER_HOUR
     cost = 0.0 if usd_per_s == 0 else double_usd * after / usd_per_s
     return Worth("requests", (after - before) * horizon_s, cost, horizon_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,11 +48,6 @@ class Programs:
     vllm: Sequence[str] = ("vllm", "serve")
     hetplan: Sequence[str] = (sys.executable, "-m", "hetplan")
     variables: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells the plan from others."""
-        return hashlib.sha256(self.plan.to_json().encode()).hexdigest()
 
     def all_nodes(self) -> list[Node]:
         """Every machine of the plan."""
